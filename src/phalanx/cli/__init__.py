@@ -1,0 +1,105 @@
+"""The `phalanx` command: finds the sub-command, runs it, and turns what went wrong into one message and an exit code.
+
+A command is a file of this folder with `main(args) -> int`. Nothing heavy is imported before a command is chosen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+COMMANDS = {
+    "train": "Train a model on a mesh; starts the local ranks itself.",
+    "verify": "Compare a model on a mesh with the same model in one plain PyTorch process.",
+    "explain": "Say what every rank computes, exchanges and keeps, before any run.",
+    "run": "Run your own script on several local ranks.",
+}
+
+# What a person can put right by asking for something else; any other exception is ours and shows its traceback.
+MISTAKES = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+USER_ERROR = 2
+FAILURE = 1
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. 2 is a mistake in what was asked, 1 anything else that went wrong."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    # Everything behind a script's name is the script's own.
+    with_traceback = "--traceback" in args and (args[:1] != ["run"] or "--traceback" in args[:2])
+    if with_traceback:
+        args.remove("--traceback")
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if args[0] == "--version":
+        from phalanx import __version__
+
+        print(__version__)
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(COMMANDS)}"
+        print(f"phalanx: there is no command {name!r}{hint}", file=sys.stderr)
+        return USER_ERROR
+    command: Callable[[list[str]], int] = importlib.import_module(f"phalanx.cli.{name}").main
+    try:
+        return command(rest)
+    except KeyboardInterrupt:
+        print("phalanx: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it is told
+        return report(error, with_traceback)
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: phalanx COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "phalanx COMMAND --help lists the options of a command. --traceback shows where an error came from.",
+        ]
+    )
+
+
+def report(error: Exception, with_traceback: bool) -> int:
+    """Tell the person, once, what went wrong; returns the exit code.
+
+    A rank under torch elastic writes to the error file that its launcher reads, so that one mistake on four ranks is told once.
+    """
+    from phalanx.train.launch import RankFailure, write_failure
+
+    ours = not isinstance(error, (*MISTAKES, FloatingPointError, RankFailure))
+    lost_a_peer = False
+    if ours:
+        from phalanx.comm.transport import CommError
+
+        lost_a_peer = isinstance(error, CommError)
+        ours = not lost_a_peer
+    code = USER_ERROR if isinstance(error, MISTAKES) else FAILURE
+    if isinstance(error, RankFailure):
+        code = error.exit_code
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        write_failure(error_file, error, with_traceback=with_traceback or ours, lost_a_peer=lost_a_peer)
+        return code
+    if with_traceback or ours:
+        traceback.print_exception(error)
+    else:
+        print(f"phalanx: {described(error)}", file=sys.stderr)
+    return code
+
+
+def described(error: BaseException) -> str:
+    """The message of an error with its notes, without its class for users' errors."""
+    text = str(error) or type(error).__name__
+    return "\n".join([text, *getattr(error, "__notes__", ())])

@@ -1,0 +1,475 @@
+"""Ranks as processes, over torch.distributed: NCCL on CUDA, Gloo on CPU.
+
+A group is a process group of its own, opened by all ranks in one order. On CUDA each group and each one-way channel is a lane
+with its own stream: issuing makes the lane wait for the current stream, `wait` makes the current stream wait for the lane, and
+the lane keeps its tensors until its event has passed, so `record_stream` is not needed. A peer that dies surfaces as CommError.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm import signature
+from phalanx.comm.reduction import reduced
+from phalanx.comm.signature import Call
+from phalanx.comm.transport import CommError, Done, Group, Handle, ReduceOp, Transport
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_GLOO_NUMBERS = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64
+)  # fmt: skip
+_ROLL_CALL_SECONDS = 2.0
+"""How long survivors give each other to say that they are alive. They notice a dead peer within milliseconds of a call."""
+
+
+@dataclass
+class Lane:
+    """One communicator and, on CUDA, its stream and the tensors that are in flight on it."""
+
+    pg: Any
+    stream: torch.cuda.Stream | None
+    in_flight: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = field(default_factory=deque)
+
+    def keep(self, event: torch.cuda.Event, tensors: tuple[Any, ...]) -> None:
+        """Hold the tensors until the event has passed, and let go of those whose event has."""
+        while self.in_flight and self.in_flight[0][0].query():
+            self.in_flight.popleft()
+        self.in_flight.append((event, tensors))
+
+
+class C10dTransport(Transport):
+    """This process's end of torch.distributed, whose default process group must be initialised.
+
+    With `owns_default` close() destroys the default process group too.
+    """
+
+    def __init__(self, device: torch.device, *, timeout: float = 60.0, owns_default: bool = False) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device
+        self.timeout = timeout
+        self._owns_default = owns_default
+        self._lanes: dict[str, Lane] = {}
+        self._channels: dict[tuple[str, int, int], Lane] = {}  # (group, from rank, to rank)
+        self._failure: BaseException | None = None
+        self._clock: tuple[torch.cuda.Event, float] | None = None
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def group(self, name: str, ranks: Sequence[int], *, p2p: bool = False) -> Group:
+        group = Group(name, tuple(ranks))
+        if group.size == 1:
+            return group
+        lane = self._open(group.ranks)
+        if lane is not None:
+            if name in self._lanes:
+                raise ValueError(f"group {name!r} is already open on rank {self.rank}")
+            self._lanes[name] = lane
+        if p2p and self.on_cuda:
+            # NCCL runs the messages of one communicator in order, in both directions: two ranks that both send first would
+            # wait for each other. So each direction of each pair is a communicator.
+            for source in group.ranks:
+                for target in group.ranks:
+                    if source != target:
+                        channel = self._open((source, target))
+                        if channel is not None:
+                            self._channels[name, source, target] = channel
+        return group
+
+    def _open(self, ranks: tuple[int, ...]) -> Lane | None:
+        """A new communicator; None if this rank is not in it. Connects now, so that no order of first use can deadlock."""
+        pg = dist.new_group(list(ranks), backend="nccl" if self.on_cuda else "gloo", timeout=timedelta(seconds=self.timeout))
+        if self.rank not in ranks:
+            return None
+        lane = Lane(pg, torch.cuda.Stream(self.device) if self.on_cuda else None)
+        if lane.stream is not None:
+            with torch.cuda.stream(lane.stream):
+                probe = torch.zeros(1, device=self.device)
+                dist.all_reduce(probe, group=pg)
+                if len(ranks) == 2:
+                    self._exchange_probe(probe, ranks, pg)
+            lane.stream.synchronize()
+        return lane
+
+    def _exchange_probe(self, probe: Tensor, ranks: tuple[int, ...], pg: Any) -> None:
+        if self.rank == ranks[0]:
+            dist.send(probe, group=pg, dst=ranks[1])
+        else:
+            dist.recv(probe, group=pg, src=ranks[0])
+
+    def all_reduce(self, x: Tensor, group: Group, op: ReduceOp = "sum") -> Handle:
+        call = signature.all_reduce(x, group, op)
+        kind, finish = self._reduction(x, op, group)
+        return self._issue(call, group, (x,), lambda pg: dist.all_reduce(x, kind, group=pg, async_op=True), finish)
+
+    def reduce(self, x: Tensor, root: int, group: Group, op: ReduceOp = "sum") -> Handle:
+        call = signature.reduce(x, root, group, op)
+        kind, finish = self._reduction(x, op, group)
+        return self._issue(
+            call, group, (x,), lambda pg: dist.reduce(x, group.ranks[root], kind, group=pg, async_op=True), finish
+        )
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, group: Group, op: ReduceOp = "sum") -> Handle:
+        call = signature.reduce_scatter(out, x, group, op)
+        if self.on_cuda:
+            return self._issue(
+                call, group, (out, x), lambda pg: dist.reduce_scatter_tensor(out, x, _REDUCE[op], group=pg, async_op=True)
+            )
+        # On Gloo: an exchange of slices and a sum in rank order. It moves (n-1)/n of x, as a ring does, knows every dtype and
+        # rounds the same way on every run.
+        got = torch.empty_like(x)
+
+        def finish() -> None:
+            out.copy_(reduced(got.tensor_split(group.size), op))
+
+        return self._issue(
+            call,
+            group,
+            (out, x, got),
+            lambda pg: dist.all_to_all_single(_bytes(got), _bytes(x), group=pg, async_op=True),
+            finish,
+        )
+
+    def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
+        call = signature.all_gather(out, x, group)
+        return self._issue(
+            call, group, (out, x), lambda pg: dist.all_gather_into_tensor(_bytes(out), _bytes(x), group=pg, async_op=True)
+        )
+
+    def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], group: Group) -> Handle:
+        call = signature.all_to_all(outs, ins, group)
+        mine = group.index(self.rank)
+        if outs[mine].shape != ins[mine].shape:
+            raise ValueError(
+                f"all_to_all: rank {self.rank} sends itself {tuple(ins[mine].shape)} but expects {tuple(outs[mine].shape)}"
+            )
+        if self.on_cuda or group.size == 1:
+            received, sent = list(outs), list(ins)
+            return self._issue(
+                call,
+                group,
+                (outs[0], ins[0], received, sent),
+                lambda pg: dist.all_to_all(received, sent, group=pg, async_op=True),
+            )
+        # Gloo knows only the form with one buffer on each side: a view where the tensors lie in one already, else a copy.
+        in_sizes, out_sizes = [signature.numbytes(x) for x in ins], [signature.numbytes(x) for x in outs]
+        source, target = _adjacent(ins), _adjacent(outs)
+        if source is None:
+            source = torch.cat([_bytes(x) for x in ins])
+        finish = None
+        if target is None:
+            target = source.new_empty(sum(out_sizes))
+            pieces = target.split(out_sizes)
+
+            def finish() -> None:
+                for out, piece in zip(outs, pieces, strict=True):
+                    _bytes(out).copy_(piece)
+
+        return self._issue(
+            call,
+            group,
+            (outs, ins, source, target),
+            lambda pg: dist.all_to_all_single(target, source, out_sizes, in_sizes, group=pg, async_op=True),
+            finish,
+        )
+
+    def broadcast(self, x: Tensor, root: int, group: Group) -> Handle:
+        call = signature.broadcast(x, root, group)
+        return self._issue(call, group, (x,), lambda pg: dist.broadcast(_bytes(x), group.ranks[root], group=pg, async_op=True))
+
+    def gather(self, out: Tensor | None, x: Tensor, root: int, group: Group) -> Handle:
+        call = signature.gather(out, x, root, group, self.rank)
+        slots = None if out is None else [_bytes(slot) for slot in out.tensor_split(group.size)]
+        return self._issue(
+            call, group, (out, x), lambda pg: dist.gather(_bytes(x), slots, group.ranks[root], group=pg, async_op=True)
+        )
+
+    def scatter(self, out: Tensor, x: Tensor | None, root: int, group: Group) -> Handle:
+        call = signature.scatter(out, x, root, group, self.rank)
+        pieces = None if x is None else [_bytes(piece) for piece in x.tensor_split(group.size)]
+        return self._issue(
+            call, group, (out, x), lambda pg: dist.scatter(_bytes(out), pieces, group.ranks[root], group=pg, async_op=True)
+        )
+
+    def send(self, x: Tensor, peer: int, group: Group) -> Handle:
+        call = signature.message("send", x, peer, group, self.rank)
+        lane = self._channel(group, self.rank, group.ranks[peer])
+        return self._issue(call, group, (x,), lambda pg: dist.isend(_bytes(x), group.ranks[peer], group=pg), lane=lane)
+
+    def recv(self, x: Tensor, peer: int, group: Group) -> Handle:
+        call = signature.message("recv", x, peer, group, self.rank)
+        lane = self._channel(group, group.ranks[peer], self.rank)
+        return self._issue(call, group, (x,), lambda pg: dist.irecv(_bytes(x), group.ranks[peer], group=pg), lane=lane)
+
+    def barrier(self, group: Group) -> Handle:
+        call = signature.barrier()
+        if self.on_cuda:
+            # An all_reduce orders streams as everything else here does; dist.barrier would block the host.
+            token = torch.zeros(1, device=self.device)
+            return self._issue(call, group, (token,), lambda pg: dist.all_reduce(token, group=pg, async_op=True))
+        return self._issue(call, group, (), lambda pg: dist.barrier(group=pg, async_op=True))
+
+    def close(self) -> None:
+        """Release the communicators. After a failure they are only dropped: destroying them would wait for the dead."""
+        if self._failure is None and dist.is_initialized():
+            for lane in self._all_lanes():
+                if lane.stream is not None:
+                    lane.stream.synchronize()
+                dist.destroy_process_group(lane.pg)
+            if self._owns_default:
+                dist.destroy_process_group()
+        self._lanes, self._channels, self._owns_default = {}, {}, False
+
+    def abort(self, reason: BaseException) -> None:
+        """Refuse later calls and drop the connections, so that ranks which wait for this one fail too."""
+        if self._failure is None:
+            self._failure = reason
+            self._disconnect()
+
+    def _all_lanes(self) -> list[Lane]:
+        return [*self._lanes.values(), *self._channels.values()]
+
+    def _disconnect(self) -> None:
+        for lane in self._all_lanes():
+            with suppress(RuntimeError):  # a communicator that is already broken has nothing left to drop
+                lane.pg.abort()
+
+    def _reduction(self, x: Tensor, op: ReduceOp, group: Group) -> tuple[Any, Callable[[], None] | None]:
+        """The backend's reduction, and what is left to do after it."""
+        if self.on_cuda:
+            return _REDUCE[op], None
+        if x.dtype not in _GLOO_NUMBERS:
+            raise ValueError(f"Gloo cannot reduce {x.dtype}; convert to one of {', '.join(map(str, _GLOO_NUMBERS))}")
+        if op != "mean" or group.size == 1:
+            return _REDUCE[op], None
+
+        def divide() -> None:
+            x.div_(group.size)
+
+        return _REDUCE["sum"], divide
+
+    def _channel(self, group: Group, source: int, target: int) -> Lane | None:
+        if not self.on_cuda:
+            return None
+        if (group.name, source, target) not in self._channels:
+            raise ValueError(f"group {group.name!r} was opened without p2p: no channel from rank {source} to rank {target}")
+        return self._channels[group.name, source, target]
+
+    def _issue(
+        self,
+        call: Call,
+        group: Group,
+        tensors: tuple[Any, ...],
+        start: Callable[[Any], Any],
+        finish: Callable[[], None] | None = None,
+        lane: Lane | None = None,
+    ) -> Handle:
+        if self._failure is not None:
+            raise CommError(f"{call.on(group)} refused: this rank was aborted by {self._failure!r}") from self._failure
+        if group.size == 1:
+            _alone(call, tensors)
+            return Done()
+        lane = lane if lane is not None else self._lanes.get(group.name)
+        if lane is None:
+            raise ValueError(f"group {group.name!r} is not open on rank {self.rank}")
+        if call.shape is not None and 0 in call.shape:
+            return Done()  # the same on all ranks, as the shape is
+        if lane.stream is not None:
+            return self._issue_on_stream(call, group, tensors, start, lane, lane.stream)
+        try:
+            with torch.no_grad():
+                work = start(lane.pg)
+        except RuntimeError as error:
+            self._fail(call, group, error)
+        return CpuHandle(self, call, group, work, finish, tensors)
+
+    def _issue_on_stream(
+        self,
+        call: Call,
+        group: Group,
+        tensors: tuple[Any, ...],
+        start: Callable[[Any], Any],
+        lane: Lane,
+        stream: torch.cuda.Stream,
+    ) -> Handle:
+        if self.timed and self._clock is None:
+            self._clock = self._start_clock()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream), torch.no_grad():
+                start(lane.pg).wait()  # orders the lane's stream after NCCL's own; does not block the host
+                event = torch.cuda.Event(enable_timing=self.timed)
+                event.record(stream)
+        except RuntimeError as error:
+            self._fail(call, group, error)
+        lane.keep(event, tensors)
+        return CudaHandle(self, call, group, event, self._clock if self.timed else None)
+
+    def _start_clock(self) -> tuple[torch.cuda.Event, float]:
+        """An event and the host time at which it passed: ties the device's clock to the host's."""
+        event = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        event.record(torch.cuda.current_stream(self.device))
+        event.synchronize()
+        return event, time.perf_counter()
+
+    def _fail(self, call: Call, group: Group, error: RuntimeError) -> NoReturn:
+        """Disconnect, so that the other ranks notice, and raise CommError with the ranks of the group that no longer answer."""
+        blame = ""
+        if self._failure is None:
+            self._disconnect()
+            silent = self._silent_ranks(group)
+            if silent:
+                blame = f"; no sign of life within {_ROLL_CALL_SECONDS:g} s from rank{'s' * (len(silent) > 1)} "
+                blame += ", ".join(map(str, silent))
+        failure = CommError(f"rank {self.rank}: {call.on(group)} failed{blame}: {str(error).partition(chr(10))[0]}")
+        failure.__cause__ = error
+        if self._failure is None:
+            self._failure = failure
+        raise failure
+
+    def _silent_ranks(self, group: Group) -> list[int]:
+        """Ranks of the group that do not report a failure of their own to the store while others wait for them."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"phalanx/alive/{self.rank}", "yes")
+            silent = [rank for rank in group.ranks if rank != self.rank]
+            until = time.monotonic() + _ROLL_CALL_SECONDS
+            while silent:
+                silent = [rank for rank in silent if not store.check([f"phalanx/alive/{rank}"])]
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.02)
+            return silent
+        except RuntimeError:  # the store went with the rank that hosted it; the error still names the call and its group
+            return []
+
+
+class CpuHandle:
+    """A Gloo work. `finish` does what is left to this rank, once, in `wait`."""
+
+    __slots__ = ("_call", "_finish", "_finished", "_group", "_tensors", "_transport", "_work")
+
+    def __init__(
+        self,
+        transport: C10dTransport,
+        call: Call,
+        group: Group,
+        work: Any,
+        finish: Callable[[], None] | None,
+        tensors: tuple[Any, ...],
+    ) -> None:
+        self._transport = transport
+        self._call = call
+        self._group = group
+        self._work = work
+        self._finish = finish
+        self._tensors = tensors
+        self._finished: float | None = None
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._transport._fail(self._call, self._group, error)
+        if self._finished is None:
+            self._finished = time.perf_counter()
+        if self._finish is not None:
+            with torch.no_grad():
+                self._finish()
+        self._work = self._finish = None
+        self._tensors = ()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def done(self) -> bool:
+        if self._finished is None and self._work.is_completed():
+            self._finished = time.perf_counter()
+        return self._finished is not None
+
+    def finished(self) -> float | None:
+        """Gloo keeps no times: this is when completion was first seen."""
+        self.done()
+        return self._finished
+
+
+class CudaHandle:
+    """An event on a lane."""
+
+    __slots__ = ("_call", "_clock", "_event", "_group", "_transport")
+
+    def __init__(
+        self,
+        transport: C10dTransport,
+        call: Call,
+        group: Group,
+        event: torch.cuda.Event,
+        clock: tuple[torch.cuda.Event, float] | None,
+    ) -> None:
+        self._transport = transport
+        self._call = call
+        self._group = group
+        self._event = event
+        self._clock = clock
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._transport.device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Polls, because a kernel that waits for a dead peer never ends and must be reported rather than waited for."""
+        until = time.monotonic() + self._transport.timeout
+        try:
+            while not self._event.query():
+                if time.monotonic() > until:
+                    raise RuntimeError(f"not complete after {self._transport.timeout:g} s")
+                time.sleep(5e-5)
+        except RuntimeError as error:
+            self._transport._fail(self._call, self._group, error)
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def finished(self) -> float | None:
+        if self._clock is None or not self.done():
+            return None
+        zero, at = self._clock
+        return at + zero.elapsed_time(self._event) / 1000.0
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The storage of a contiguous tensor as bytes: what moves needs no dtype, and backends do not know them all."""
+    return x.detach().reshape(-1).view(torch.uint8)
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The bytes of tensors that lie one behind the other in one storage, as a view; None if they do not."""
+    first = tensors[0].detach()
+    expected = first.storage_offset()
+    for x in tensors:
+        if x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or x.storage_offset() != expected:
+            return None
+        expected += x.numel()
+    whole = first.as_strided((expected - first.storage_offset(),), (1,), first.storage_offset())
+    return whole.view(torch.uint8)
+
+
+def _alone(call: Call, tensors: tuple[Any, ...]) -> None:
+    """A call in a group of one rank: nothing if it works in place, else a copy from the second buffer to the first."""
+    if call.op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
+        with torch.no_grad():
+            tensors[0].copy_(tensors[1])

@@ -1,0 +1,118 @@
+"""From a module, the names of its dimensions and a layout to a Program: capture, place, lower, split.
+
+Everything here is decided before any rank computes, in the calling thread, and is the same for every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import phalanx.comm.collectives  # noqa: F401 - registers the operators that lowered graphs contain
+from phalanx.derive.capture import Loss, Prepare, capture
+from phalanx.derive.lower import lower
+from phalanx.derive.names import Layout, Placements, compile_names
+from phalanx.derive.program import Captured, Parameter, Piece, Program, Segment, SegmentClass, Source, Value
+from phalanx.derive.split import split
+from phalanx.mesh import Mesh
+
+__all__ = ["Layout", "Program", "capture", "derive", "derive_captured"]
+
+
+def derive(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    example: Mapping[str, Tensor],
+    names: Mapping[str, str] | None = None,
+    layout: Layout | None = None,
+    loss: Loss | None = None,
+    microbatches: int = 1,
+    blocks: str | None = None,
+    train: bool = True,
+    device: torch.device | str = "cpu",
+    prepare: Prepare | None = None,
+    recompute: Literal["none", "full"] = "none",
+) -> Program:
+    """The Program of one training step of `model` on `mesh`.
+
+    example is the global step batch. names and layout are described in `derive.names`, loss and prepare in `derive.capture`.
+    Raises ValueError for everything that is wrong with them, before anything is computed.
+    """
+    captured = capture(model, example, loss, microbatch_of=microbatches, blocks=blocks, train=train, prepare=prepare)
+    return derive_captured(captured, mesh, names=names, layout=layout, microbatches=microbatches, device=device, recompute=recompute)
+
+
+def derive_captured(
+    captured: Captured,
+    mesh: Mesh,
+    *,
+    names: Mapping[str, str] | None = None,
+    layout: Layout | None = None,
+    microbatches: int = 1,
+    device: torch.device | str = "cpu",
+    recompute: Literal["none", "full"] = "none",
+    graphs: bool = True,
+) -> Program:
+    """The Program of an already captured model. With `graphs=False` the classes are lowered but not traced."""
+    placed = compile_names(captured, mesh, names, layout)
+    deriving = _Deriving(captured, mesh, placed, torch.device(device), recompute if graphs else None)
+    tables = deriving.segment(captured.tables, -1) if captured.tables is not None else None
+    segments = tuple(deriving.segment(piece, index) for index, piece in enumerate(captured.pieces))
+    count = deriving.segment(captured.count, -1, keep_partial=True)
+    batch_axes = tuple(axis for axis in mesh.names if axis in count.cls.outputs[0].spec.partial)
+    report = [{**note, "segment": s.name} for s in segments for note in s.cls.notes]
+    return Program(
+        mesh, microbatches, segments, placed.parameters, placed.buffers, placed.batch, tables, captured.tables_read_batch, count,
+        batch_axes, captured.warnings + placed.warnings, report,
+    )  # fmt: skip
+
+
+class _Deriving:
+    """Lowers pieces in order; equal pieces in equal surroundings share one class."""
+
+    def __init__(
+        self, captured: Captured, mesh: Mesh, placed: Placements, device: torch.device, recompute: Literal["none", "full"] | None
+    ) -> None:
+        self.captured, self.mesh, self.placed, self.device, self.recompute = captured, mesh, placed, device, recompute
+        self.values: dict[tuple[str, str], Value] = {("batch", key): value for key, value in placed.batch.items()}
+        self.classes: dict[object, SegmentClass] = {}
+
+    def segment(self, piece: Piece, index: int, keep_partial: bool = False) -> Segment:
+        last = index == len(self.captured.pieces) - 1
+        cls = self._class(piece, keep_partial or last)
+        kind = "table" if piece is self.captured.tables else "cut"
+        for name, value in zip(piece.outputs, cls.outputs, strict=True):
+            self.values[kind, name] = replace(value, name=name)
+        return Segment(index, piece.name, cls, piece.params, piece.buffers, piece.inputs, piece.outputs)
+
+    def _class(self, piece: Piece, keep_partial: bool) -> SegmentClass:
+        params = tuple(_parameter_value(self.placed.parameters[name]) for name in piece.params)
+        buffers = tuple(_parameter_value(self.placed.buffers[name]) for name in piece.buffers)
+        inputs = tuple(self._input(source) for source in piece.inputs)
+        modules = {path for node in piece.graph.graph.nodes for path in node.meta.get("modules", ())}
+        hints = {path: spec for path, spec in self.placed.outputs.items() if path in modules}
+        anonymous = tuple(replace(value, name=str(at)) for at, value in enumerate((*params, *buffers, *inputs)))
+        # hints of equal pieces differ in the index of their block only, and come in the order of the modules
+        key = (piece.key, anonymous, tuple(hints.values()), keep_partial)
+        if key not in self.classes:
+            lowered = lower(piece, self.mesh, params, buffers, inputs, hints, keep_partial=keep_partial)
+            if self.recompute is not None:
+                lowered.graphs = split(
+                    lowered.lowered, lowered.params, lowered.buffers, lowered.inputs, lowered.outputs, self.mesh, self.device,
+                    recompute=self.recompute,
+                )  # fmt: skip
+            self.classes[key] = lowered
+        return self.classes[key]
+
+    def _input(self, source: Source) -> Value:
+        return self.values[source.kind, source.name]
+
+
+def _parameter_value(p: Parameter) -> Value:
+    return Value(p.name, p.shape, p.dtype, p.spec, p.trainable)
+

@@ -1,0 +1,348 @@
+"""An unmodified module and its loss as pieces of a plain graph, before any mesh.
+
+The module is traced once by torch.export, on stand-ins that have shape and dtype but no memory, so a model of any size is captured in
+seconds. Its values, hooks, attributes and training flags are as before afterwards. What a graph cannot hold raises ValueError with the
+user's own line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind
+
+from phalanx.derive import reject
+from phalanx.derive.canonical import canonicalise
+from phalanx.derive.loss import HINT, loss_tensors, sum_and_count
+from phalanx.derive.program import Captured, Parameter
+from phalanx.derive.segment import run_pieces, segment
+from phalanx.spec import Spec
+
+Loss = Callable[[Any, dict[str, Tensor]], Any]
+Prepare = Callable[[nn.Module, Mapping[str, Tensor]], contextlib.AbstractContextManager[Any]]
+
+
+def capture(
+    module: nn.Module,
+    example: Mapping[str, Tensor],
+    loss: Loss | None = None,
+    *,
+    microbatch_of: int = 1,
+    blocks: str | None = None,
+    train: bool = True,
+    prepare: Prepare | None = None,
+) -> Captured:
+    """Trace `module` and `loss` on one microbatch of the global step batch `example` and cut the graph into pieces.
+
+    example        entries (batch, ...); those whose keys `module.forward` accepts are passed to it. Values are not read
+    loss           (outputs, batch) → (sum, count), or a scalar mean cross entropy; None if the module returns its loss
+    microbatch_of  number of microbatches that the batch is split into along dimension 0
+    blocks         patterns of the modules to cut at, as in "model.layers.*"; found if None
+    train          capture in training or in evaluation mode; submodules keep their own flags if the module is in that mode already
+    prepare        a context to trace in, called with the module and the example (attention of a model family, for example)
+
+    Raises ValueError, with the user's line where there is one, for what a static graph with exact gradients cannot express.
+    """
+    lost = reject.hook_warnings(module)
+    shapes = {name: _microbatch_shape(name, value, microbatch_of) for name, value in example.items()}
+    names = _first_names(module)
+    context = prepare(module, example) if prepare is not None else contextlib.nullcontext()
+    with _stand_ins(module, names) as fake, context:
+        if module.training != train:
+            module.train(train)
+        device = _device(module)
+        with fake:
+            batch = {name: torch.empty(shapes[name], dtype=value.dtype, device=device) for name, value in example.items()}
+        step = _Step(module, loss, _arguments(module, example))
+        exported, printed = _export(step, batch, fake)
+    graph, regions = exported.graph_module.graph, exported.graph_module
+    _annotate(exported, module, names, list(example))
+    reject.refuse_data_dependent(graph)
+    canonicalise(graph, regions)
+    sum_and_count(graph)
+    cut = segment(graph, blocks)
+    if printed:
+        lost.append(f"the model printed while it was captured ({printed[:60]!r}...): it prints once, not in every step")
+    read = {source.name for piece in (*cut.pieces, cut.count, *filter(None, [cut.tables])) for source in piece.inputs if source.kind == "batch"}
+    return Captured(
+        pieces=cut.pieces,
+        tables=cut.tables,
+        tables_read_batch=cut.tables_read_batch,
+        count=cut.count,
+        parameters=_described(module.named_parameters(remove_duplicate=False), names),
+        buffers=_described(module.named_buffers(remove_duplicate=False), names),
+        batch={name: (shapes[name], value.dtype) for name, value in example.items() if name in read},
+        warnings=tuple(lost),
+    )
+
+
+def check_capture(
+    module: nn.Module,
+    captured: Captured,
+    example: Mapping[str, Tensor],
+    loss: Loss | None = None,
+    *,
+    microbatch_of: int = 1,
+    train: bool = True,
+) -> float:
+    """Compare loss and gradients of the composed pieces with the eager module, on the first microbatch of `example`.
+
+    Returns the largest relative difference. Raises ValueError naming the first tensor that differs by more than 1e-3 of its largest
+    element (5e-2 if a parameter is narrower than float32): rounding stays far below, a wrong graph does not.
+    """
+    parameters = dict(module.named_parameters())
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    narrow = any(p.is_floating_point() and p.element_size() < 4 for p in parameters.values())
+    limit = 5e-2 if narrow else 1e-3
+    batch = {name: value[: _microbatch_shape(name, value, microbatch_of)[0]] for name, value in example.items()}
+    step = _Step(module, loss, _arguments(module, example))
+    device = next(iter(parameters.values())).device
+    accelerators = [device] if device.type == "cuda" else []
+    with _flags(module), torch.random.fork_rng(accelerators), torch.enable_grad():
+        if module.training != train:
+            module.train(train)
+        torch.manual_seed(0)
+        parts = step(batch)
+        expected = parts[0] if len(parts) == 1 else parts[0] / parts[1]
+        expected_grads = torch.autograd.grad(expected, list(trainable.values()), allow_unused=True)
+        torch.manual_seed(0)
+        total, count = run_pieces(captured, parameters, dict(module.named_buffers()), batch)
+        grads = torch.autograd.grad(total / count, list(trainable.values()), allow_unused=True)
+    pairs = [("loss", total / count, expected)]
+    for (name, parameter), mine, eager in zip(trainable.items(), grads, expected_grads, strict=True):
+        zero = torch.zeros_like(parameter)
+        pairs.append((f"gradient of {name}", zero if mine is None else mine, zero if eager is None else eager))
+    # A gradient that is zero but for rounding (the bias of k under softmax) has no scale of its own.
+    floor = 1e-3 * max((float(eager.detach().abs().max()) for _, _, eager in pairs if eager.numel()), default=0.0)
+    worst = 0.0
+    for name, mine, eager in pairs:
+        if not eager.numel():
+            continue
+        scale = max(float(eager.detach().abs().max()), floor)
+        error = float((mine - eager).detach().abs().max()) / scale if scale else float((mine - eager).detach().abs().max())
+        if not error <= limit:
+            raise ValueError(
+                f"the captured graph differs from the module in the {name}: relative difference {error:.2e}, allowed {limit:.0e}"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+class _Step(nn.Module):
+    """Forward and loss as one function of the batch: returns (sum, count), or (mean,)."""
+
+    def __init__(self, module: nn.Module, loss: Loss | None, arguments: tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]) -> None:
+        super().__init__()
+        self.module = module
+        self.positional, self.keywords, self.fixed = arguments
+        self.loss = (loss,)  # in a tuple: a loss that is a module is not a part of the model
+        self.custom: list[Any] = []
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs = self.module(*(batch[n] for n in self.positional), **{n: batch[n] for n in self.keywords}, **self.fixed)
+        (loss,) = self.loss
+        tensors = loss_tensors(outputs if loss is None else loss(outputs, dict(batch)), explicit=loss is not None)
+        self.custom.extend(reject.custom_functions(tensors))
+        return tensors
+
+
+def _export(step: _Step, batch: dict[str, Tensor], fake: FakeTensorMode) -> tuple[torch.export.ExportedProgram, str]:
+    """The exported step and what it printed."""
+    terminal, printed = sys.stdout, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), reject.GradientHookGuard(), torch.enable_grad():
+            exported = torch.export.export(step, (batch,), strict=False)
+    except Exception as error:
+        place = reject.line_of_error(error)
+        if isinstance(error, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
+            raise ValueError(reject.data_dependent_message(place or "in an unknown line")) from error
+        if place:
+            error.add_note(f"while the model was captured, at {place}")
+        raise
+    terminal.write(printed.getvalue())
+    if step.custom:
+
+        def again() -> tuple[Tensor, ...]:
+            with fake, contextlib.redirect_stdout(io.StringIO()):
+                return step(batch)  # type: ignore[no-any-return]
+
+        reject.refuse_custom_functions(again)
+    return exported, printed.getvalue()
+
+
+def _microbatch_shape(name: str, value: Tensor, microbatches: int) -> tuple[int, ...]:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"batch entry {name!r} is a {type(value).__name__}; every entry is a tensor with the batch as dimension 0")
+    if value.dim() == 0 or value.shape[0] % microbatches:
+        raise ValueError(f"batch entry {name!r} of shape {tuple(value.shape)} does not split into {microbatches} microbatches")
+    return (value.shape[0] // microbatches, *value.shape[1:])
+
+
+def _arguments(module: nn.Module, example: Mapping[str, Tensor]) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
+    """Which entries go to forward by position and which by name, and what is passed besides."""
+    parameters = inspect.signature(module.forward).parameters
+    kinds = inspect.Parameter
+    positional = tuple(n for n, p in parameters.items() if p.kind is kinds.POSITIONAL_ONLY and n in example)
+    keywords = tuple(n for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY) and n in example)
+    named = [n for n, p in parameters.items() if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
+    if not named and any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
+        keywords = tuple(example)
+    missing = [n for n in named if parameters[n].default is kinds.empty and n not in example]
+    if missing or not (positional or keywords):
+        raise ValueError(
+            f"{type(module).__name__}.forward takes {', '.join(parameters)}, but the batch has {', '.join(example) or 'nothing'}"
+            + (f": {', '.join(missing)} is missing" if missing else "")
+            + ". Entries are passed by name: name them as the forward does"
+        )
+    # A key-value cache is for generation, and cannot be an output of a graph.
+    fixed = {"use_cache": False} if "use_cache" in parameters and "use_cache" not in example else {}
+    return positional, keywords, fixed
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """First name of the same tensor, for every name of every parameter and buffer."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                raise ValueError(f"{name!r} has no shape yet (a lazy module): run the model once before it is captured")
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _described(named: Iterator[tuple[str, Tensor]], names: Mapping[str, str]) -> dict[str, Parameter]:
+    """Parameters or buffers by first name."""
+    found: dict[str, Parameter] = {}
+    for name, tensor in named:
+        if names[name] == name:
+            aliases = tuple(other for other, first in names.items() if first == name and other != name)
+            found[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, Spec.replicated(tensor.dim()), aliases, tensor.requires_grad)
+    return found
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _flags(module: nn.Module) -> Iterator[None]:
+    """Restore every training flag."""
+    flags = [(child, child.training) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, training in flags:
+            child.training = training
+
+
+@contextlib.contextmanager
+def _stand_ins(module: nn.Module, names: Mapping[str, str]) -> Iterator[FakeTensorMode]:
+    """Put memoryless tensors in the place of all parameters and buffers; on leaving, every attribute is as it was.
+
+    They pretend to be on the device of the real ones, and on the CPU if those are meta, so that they mix with the constants that a
+    forward makes.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    before = [(child, dict(child.__dict__), [dict(d) for d in (child._parameters, child._buffers, child._modules)]) for child in module.modules()]
+    made: dict[int, Tensor] = {}
+    try:
+        for path, child in module.named_modules():
+            for tensors in (child._parameters, child._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        if id(tensor) not in made:
+                            made[id(tensor)] = _stand_in(tensor, fake)
+                        tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+            for name, value in child.__dict__.items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    raise ValueError(f"{path + '.' if path else ''}{name} is a meta tensor but no buffer, so it has no value: register_buffer it")
+        yield fake
+    finally:
+        for child, attributes, registered in before:
+            child.__dict__.clear()
+            child.__dict__.update(attributes)
+            for current, saved in zip((child._parameters, child._buffers, child._modules), registered, strict=True):
+                current.clear()
+                current.update(saved)
+
+
+def _stand_in(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    with fake:
+        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _annotate(exported: torch.export.ExportedProgram, module: nn.Module, names: Mapping[str, str], entries: list[str]) -> None:
+    """Give nodes our meta in place of export's: val, module, modules, calls, source; placeholders kind and name.
+
+    Constants become get_attr nodes, and the placeholders of a tied parameter become one.
+    """
+    graph = exported.graph_module.graph
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.USER_INPUT: "batch entry"}
+    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    batch = iter(entries)
+    first: dict[tuple[str, str], fx.Node] = {}
+    for region in [exported.graph_module, *_regions(exported.graph_module)]:
+        for node in region.graph.nodes:
+            node.meta = _meta(node)
+    for spec in exported.graph_signature.input_specs:
+        node = placeholders[spec.arg.name]
+        kind = kinds.get(spec.kind)
+        if kind is None:
+            _as_constant(graph, node, exported.constants.get(spec.target or ""), spec.target or spec.arg.name)
+            continue
+        name = next(batch) if kind == "batch entry" else names[str(spec.target).removeprefix("module.")]
+        node.meta |= {"kind": kind, "name": name, "trainable": kind == "parameter" and trainable[name]}
+        original = first.setdefault((kind, name), node)
+        if original is not node:
+            node.replace_all_uses_with(original)
+            graph.erase_node(node)
+
+
+def _regions(module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [child for name, child in module.named_modules() if name and isinstance(child, fx.GraphModule)]
+
+
+def _as_constant(graph: fx.Graph, node: fx.Node, value: Any, name: str) -> None:
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.is_meta:
+        raise ValueError(f"the model uses {name.removeprefix('module.')!r}, which has no value when it is captured: make it a buffer or an input")
+    if value.requires_grad:
+        raise ValueError(f"the model uses {name.removeprefix('module.')!r}, a tensor that requires grad but is no parameter: register it")
+    with graph.inserting_before(node):
+        constant = graph.create_node("get_attr", name)
+    constant.meta = {**node.meta, "constant": value.detach().clone()}
+    node.replace_all_uses_with(constant)
+    graph.erase_node(node)
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    calls = []
+    for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith("module."):
+            call = key.rpartition("@")[2]
+            calls.append((path.removeprefix("module."), int(call) if call.isdecimal() and "@" in key else 0, str(kind)))
+    modules = tuple(path for path, _, _ in calls)
+    return {
+        "val": torch.utils._pytree.tree_map_only(Tensor, _meta_tensor, node.meta.get("val")),
+        "module": modules[-1] if modules else "",
+        "modules": modules,
+        "calls": tuple(calls),
+        "source": reject.line_of_trace(node.meta.get("stack_trace")),
+    }
+
+
+def _meta_tensor(value: Tensor) -> Tensor:
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        return value  # refused later, with its line
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")

@@ -1,0 +1,117 @@
+"""What an operator does to dimensions: the one description from which specs, moves and local arguments are derived.
+
+A rule in `derive/ops` maps a captured node to a Form. Dimensions that go together carry the same label; a label may be split over
+mesh axes, `WHOLE` may not. Nothing here knows of collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+Label = Hashable
+WHOLE: Label = None
+"""A dimension that every rank needs in full."""
+
+Labels = tuple[Label, ...]
+
+Linearity = Literal["none", "first", "each", "sum"]
+"""Where a partial operand may stay partial: nowhere; in operand 0; in any one operand (a product); in all operands at once (a sum)."""
+
+
+class Emit:
+    """What a rule's `emit` sees of the local graph. Filled in by `lower`.
+
+    operands      local nodes, in the order of Form.operands
+    world         the local graph's world argument
+    partial       axes over which the results are partial
+    axes(label)   mesh axes that split the label, major first
+    ranks(label)  number of ranks along them
+    shape(i)      local shape of result i
+    call(...)     append a local node
+    """
+
+    operands: list[fx.Node]
+    world: fx.Node
+    partial: frozenset[str]
+    sizes: dict[str, int]
+
+    def axes(self, label: Label) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def ranks(self, label: Label) -> int:
+        raise NotImplementedError
+
+    def shape(self, result: int = 0) -> list[int]:
+        raise NotImplementedError
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        raise NotImplementedError
+
+    def again(self) -> fx.Node:
+        """The captured operator on the local operands, its other arguments as captured."""
+        raise NotImplementedError
+
+    def reduce(self, x: fx.Node, label: Label) -> fx.Node:
+        """Sum over the ranks along a label, as the table's P to R."""
+        raise NotImplementedError
+
+    def offset(self, x: fx.Node, label: Label, size: int) -> fx.Node:
+        """Global indices into a dimension of `size` split along a label, counted from this rank's first."""
+        raise NotImplementedError
+
+    def dropout_mask(self, like: fx.Node, probability: float, labels: Labels, shape: tuple[int, ...]) -> fx.Node:
+        """The scaled keep mask for a tensor of global `shape` whose dimensions are split along `labels`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Form:
+    """Labels of every tensor operand and result of one node.
+
+    A label that operands have and results lack is summed over: its axes become partial in the results.
+    """
+
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    linear: Linearity = "none"
+    emit: Callable[[Emit], fx.Node | Sequence[fx.Node]] | None = None
+    """None: the captured operator on the local operands with its other arguments unchanged."""
+    addend: int | None = None
+    """Operand that is added to the result once, such as a bias: where the result is partial it becomes partial too."""
+    parts: tuple[tuple[Label, tuple[int, ...]], ...] = ()
+    """Labels of fused dimensions that this operator takes apart, with the global sizes of the parts."""
+    finished: frozenset[Label] = frozenset()
+    """Labels that `emit` sums over itself, or that no result depends on: they leave nothing partial."""
+    may_stay_whole: tuple[int, ...] = ()
+    """Operands that `emit` accepts whole where a split label does not divide them (few key-value heads)."""
+
+
+Rule = Callable[[fx.Node], Form]
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands of a node in argument order, repeats included."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return [n for n in found if isinstance(n.meta.get("val"), (torch.Tensor, list, tuple))]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of an operator call by position or keyword."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def dim_index(dim: int, ndim: int) -> int:
+    """A dimension counted from the front."""
+    return dim + ndim if dim < 0 else dim

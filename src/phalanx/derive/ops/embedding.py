@@ -1,0 +1,71 @@
+"""Table look-ups. A table split over its rows gives each rank the rows it holds and zeros for the others: a partial sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, dim_index, shape_of, tensors
+
+aten = torch.ops.aten
+ROWS = "rows"
+
+
+def embedding(node: fx.Node) -> Form:
+    weight, ids = tensors(node)
+    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+        raise ValueError("embedding with scale_grad_by_freq or sparse gradients has no rule; use the plain form")
+    where: Labels = tuple(("id", dim) for dim in range(len(shape_of(ids))))
+    padding = argument(node, 2, "padding_idx", -1)
+    rows = shape_of(weight)[0]
+
+    def emit(e: Emit) -> fx.Node:
+        if not e.axes(ROWS):
+            return e.again()
+        table, ids = e.operands
+        local, outside = local_rows(e, ids, ROWS, rows)
+        found = e.call(aten.embedding.default, table, local)
+        found = e.call(aten.masked_fill.Scalar, found, e.call(aten.unsqueeze.default, outside, -1), 0)
+        if padding >= 0:
+            # the padding row is read but never trained
+            trained = e.call(aten.unsqueeze.default, e.call(aten.ne.Scalar, ids, padding), -1)
+            found = e.call(aten.where.self, trained, found, e.call(aten.detach.default, found))
+        return found
+
+    return Form(((ROWS, "width"), where), ((*where, "width"),), "none", emit)
+
+
+def local_rows(e: Emit, ids: fx.Node, label: str, size: int) -> tuple[fx.Node, fx.Node]:
+    """Indices into this rank's slice of a split dimension, with 0 for those outside it, and which are outside."""
+    local = e.offset(ids, label, size)
+    held = size // e.ranks(label)
+    outside = e.call(aten.logical_or.default, e.call(aten.lt.Scalar, local, 0), e.call(aten.ge.Scalar, local, held))
+    return e.call(aten.masked_fill.Scalar, local, outside, 0), outside
+
+
+def gather(node: fx.Node) -> Form:
+    """x.gather(dim, index): lines along `dim` are whole; other dimensions go together where index covers them."""
+    x, index = (shape_of(operand) for operand in tensors(node)[:2])
+    dim = dim_index(argument(node, 1, "dim"), len(x))
+    labels: Labels = tuple(at if at != dim and x[at] == index[at] else WHOLE for at in range(len(x)))
+    return Form((labels, labels), (labels,), "none")
+
+
+def index_select(node: fx.Node) -> Form:
+    ndim = len(shape_of(tensors(node)[0]))
+    dim = dim_index(argument(node, 1, "dim"), ndim)
+    labels: Labels = tuple(WHOLE if at == dim else at for at in range(ndim))
+    return Form((labels, (WHOLE,)), (labels,), "none")
+
+
+def one_hot(node: fx.Node) -> Form:
+    ndim = len(shape_of(tensors(node)[0]))
+    return Form((tuple(range(ndim)),), ((*range(ndim), WHOLE),))
+
+
+RULES: dict[object, Rule] = {
+    aten.embedding: embedding,
+    aten.gather: gather,
+    aten.index_select: index_select,
+    aten.one_hot: one_hot,
+}

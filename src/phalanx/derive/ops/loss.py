@@ -1,0 +1,116 @@
+"""Losses. A summed loss over split samples is a partial scalar; cross entropy over a split vocabulary finishes its own sums."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, shape_of, tensors
+from phalanx.derive.ops.embedding import local_rows
+
+aten = torch.ops.aten
+CLASSES = "classes"
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def cross_entropy(node: fx.Node) -> Form:
+    """logits (n, classes, *d) or (classes,), target (n, *d) of class indices."""
+    operands = tensors(node)
+    logits, target = shape_of(operands[0]), shape_of(operands[1])
+    reduction = argument(node, 3, "reduction", MEAN)
+    smoothing = argument(node, 5, "label_smoothing", 0.0)
+    weighted = argument(node, 2, "weight") is not None
+    class_dim = 1 if len(logits) > 1 else 0
+    samples: Labels = tuple(WHOLE if reduction == MEAN else ("sample", dim) for dim in range(len(logits) - 1))
+    plain = not weighted and smoothing == 0.0 and len(target) == len(logits) - 1
+    classes = CLASSES if plain else WHOLE
+    left = (*samples[:class_dim], classes, *samples[class_dim:])
+    right = samples if len(target) == len(logits) - 1 else (*samples[:class_dim], WHOLE, *samples[class_dim:])
+    rest = tuple((WHOLE,) * len(shape_of(operand)) for operand in operands[2:])
+    result = samples if reduction == NONE else ()
+    ignore = argument(node, 4, "ignore_index", -100)
+
+    def emit(e: Emit) -> fx.Node:
+        if not e.axes(CLASSES):
+            return e.again()
+        return _split_vocabulary(e, len(logits), class_dim, logits[class_dim], ignore, reduction)
+
+    return Form((left, right, *rest), (result,), "none", emit, finished=frozenset({CLASSES}))
+
+
+def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, ignore: int, reduction: int) -> fx.Node:
+    """log(sum exp) - picked logit from one max and one sum over ranks (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+    logits, target = e.operands[:2]
+    if class_dim != ndim - 1:
+        logits = e.call(aten.movedim.int, logits, class_dim, -1)
+    if logits.meta["val"].dtype in (torch.bfloat16, torch.float16):
+        logits = e.call(aten.to.dtype, logits, torch.float32)
+    peak = e.call(aten.amax.default, e.call(aten.detach.default, logits), [-1], True)
+    for axis in reversed(e.axes(CLASSES)):
+        peak = e.call(torch.ops.phx.all_reduce.default, peak, e.world, axis, "max")
+    shifted = e.call(aten.sub.Tensor, logits, peak)
+    total = e.call(aten.sum.dim_IntList, e.call(aten.exp.default, shifted), [-1])
+    local, outside = local_rows(e, target, CLASSES, classes)
+    picked = e.call(aten.gather.default, shifted, -1, e.call(aten.unsqueeze.default, local, -1))
+    picked = e.call(aten.masked_fill.Scalar, e.call(aten.squeeze.dim, picked, -1), outside, 0)
+    # one message for both sums
+    both = e.reduce(e.call(aten.stack.default, [total, picked]), CLASSES)
+    loss = e.call(aten.sub.Tensor, e.call(aten.log.default, e.call(aten.select.int, both, 0, 0)), e.call(aten.select.int, both, 0, 1))
+    loss = e.call(aten.masked_fill.Scalar, loss, e.call(aten.eq.Scalar, target, ignore), 0)
+    if reduction == NONE:
+        return loss
+    if reduction == SUM:
+        return e.call(aten.sum.default, loss)
+    count = e.call(aten.sum.default, e.call(aten.ne.Scalar, target, ignore))
+    return e.call(aten.div.Tensor, e.call(aten.sum.default, loss), count)
+
+
+def elementwise_loss(position: int) -> Rule:
+    """mse and relatives: input and target alike, then none, a sum, or a mean over the global count."""
+
+    def rule(node: fx.Node) -> Form:
+        operands = tensors(node)
+        shape = shape_of(operands[0])
+        reduction = argument(node, position, "reduction", MEAN)
+        labels: Labels = tuple(range(len(shape)))
+        others = tuple(labels if shape_of(operand) == shape else (WHOLE,) * len(shape_of(operand)) for operand in operands[1:])
+        count = math.prod(shape)
+
+        def emit(e: Emit) -> fx.Node:
+            if reduction != MEAN or not any(e.axes(label) for label in labels):
+                return e.again()
+            parts = e.call(node.target, *e.operands, reduction=SUM) if len(node.args) <= position else None
+            assert not node.kwargs or "reduction" in node.kwargs, "only reduction is passed by keyword"
+            if parts is None:
+                parts = e.call(node.target, *e.operands, *node.args[len(e.operands) : position], SUM)
+            return e.call(aten.div.Tensor, parts, count)
+
+        return Form((labels, *others), (labels if reduction == NONE else (),), "none", emit)
+
+    return rule
+
+
+def nll_loss(node: fx.Node) -> Form:
+    """log probabilities (n, classes, *d): the classes are whole."""
+    operands = [shape_of(operand) for operand in tensors(node)]
+    reduction = argument(node, 3, "reduction", MEAN)
+    samples: Labels = tuple(WHOLE if reduction == MEAN else ("sample", dim) for dim in range(len(operands[0]) - 1))
+    left = (*samples[:1], WHOLE, *samples[1:]) if len(operands[0]) > 1 else (WHOLE,)
+    rest = tuple((WHOLE,) * len(shape) for shape in operands[2:])
+    return Form((left, samples, *rest), (samples if reduction == NONE else (),))
+
+
+RULES: dict[object, Rule] = {
+    aten.cross_entropy_loss: cross_entropy,
+    aten.nll_loss: nll_loss,
+    aten.nll_loss_nd: nll_loss,
+    aten.nll_loss2d: nll_loss,
+    aten.mse_loss: elementwise_loss(2),
+    aten.l1_loss: elementwise_loss(2),
+    aten.smooth_l1_loss: elementwise_loss(2),
+    aten.huber_loss: elementwise_loss(2),
+    aten.binary_cross_entropy: elementwise_loss(3),
+    aten.binary_cross_entropy_with_logits: elementwise_loss(4),
+}

@@ -1,0 +1,78 @@
+"""Operators that treat every element alone, with broadcasting."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from phalanx.derive.form import WHOLE, Form, Labels, Linearity, Rule, argument, shape_of, tensors
+
+aten = torch.ops.aten
+
+
+def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> Labels:
+    """Labels of an operand that broadcasts to `result`: result dimension numbers; size-1 dimensions that stretch are whole."""
+    lead = len(result) - len(shape)
+    return tuple(
+        dim + lead if size == result[dim + lead] else WHOLE for dim, size in enumerate(shape)
+    )
+
+
+def pointwise(linear: Linearity = "none") -> Rule:
+    def rule(node: fx.Node) -> Form:
+        result = shape_of(node)
+        operands = tensors(node)
+        mode = linear
+        if mode in ("sum", "each") and len(operands) == 1:
+            # x + 3 is not linear in x, x * 3 is; x * x and x + x come with two operands
+            mode = "none" if mode == "sum" else "first"
+        return Form(
+            operands=tuple(broadcast_labels(shape_of(operand), result) for operand in operands),
+            results=(tuple(range(len(result))),),
+            linear=mode,
+        )
+
+    return rule
+
+
+def cast(node: fx.Node) -> Form:
+    """A change of dtype. A partial value may be widened, not narrowed: the sum should be rounded once."""
+    operand = tensors(node)[0]
+    before, after = operand.meta["val"].dtype, node.meta["val"].dtype
+    widens = before.is_floating_point and after.is_floating_point and torch.finfo(after).bits >= torch.finfo(before).bits
+    labels = tuple(range(len(shape_of(node))))
+    return Form((labels,), (labels,), "first" if widens else "none")
+
+
+def power(node: fx.Node) -> Form:
+    return pointwise("first" if argument(node, 1, "exponent") == 1 else "none")(node)
+
+
+def same_shape_factory(node: fx.Node) -> Form:
+    """zeros_like and the like: only the shape and dtype of the operand matter."""
+    labels = tuple(range(len(shape_of(node))))
+    return Form((labels,), (labels,))
+
+
+_NONLINEAR = (
+    aten.relu, aten.gelu, aten.silu, aten.sigmoid, aten.tanh, aten.exp, aten.exp2, aten.log, aten.log1p, aten.expm1, aten.sqrt,
+    aten.rsqrt, aten.reciprocal, aten.sin, aten.cos, aten.erf, aten.abs, aten.sign, aten.square, aten.softplus, aten.leaky_relu,
+    aten.elu, aten.mish, aten.hardswish, aten.hardtanh, aten.clamp, aten.clamp_min, aten.clamp_max, aten.logical_not,
+    aten.bitwise_not, aten.isnan, aten.isinf, aten.floor, aten.ceil, aten.round, aten.trunc, aten.log_sigmoid, aten.hardsigmoid,
+    aten.relu6, aten.atan2, aten.maximum, aten.minimum, aten.fmod, aten.remainder, aten.floor_divide, aten.eq, aten.ne, aten.lt,
+    aten.le, aten.gt, aten.ge, aten.logical_and, aten.logical_or, aten.logical_xor, aten.bitwise_and, aten.bitwise_or,
+    aten.bitwise_xor, aten.__and__, aten.__or__, aten.__xor__, aten.where, aten.masked_fill, aten.prelu, aten.threshold, aten.selu,
+    aten.celu, aten.logit, aten.tan, aten.asin, aten.acos, aten.atan, aten.sinh, aten.cosh, aten.lerp, aten.bitwise_left_shift,
+    aten.bitwise_right_shift, aten.rsub, aten.addcmul, aten.addcdiv, aten.nan_to_num,
+)  # fmt: skip
+
+RULES: dict[object, Rule] = {
+    **{packet: pointwise() for packet in _NONLINEAR},
+    **{packet: pointwise("first") for packet in (aten.neg, aten.div, aten.true_divide, aten.contiguous, aten.clone, aten.alias)},
+    **{packet: pointwise("first") for packet in (aten.detach, aten.lift_fresh_copy, aten.positive)},
+    **{packet: pointwise("sum") for packet in (aten.add, aten.sub, aten.subtract)},
+    **{packet: pointwise("each") for packet in (aten.mul, aten.multiply)},
+    **{packet: cast for packet in (aten.to, aten._to_copy, aten.type_as)},
+    **{packet: same_shape_factory for packet in (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)},
+    aten.pow: power,
+}

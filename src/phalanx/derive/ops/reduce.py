@@ -1,0 +1,101 @@
+"""Reductions and operators that read whole lines of a tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, dim_index, shape_of, tensors
+
+aten = torch.ops.aten
+
+
+def _reduced(node: fx.Node, position: int, name: str) -> tuple[tuple[int, ...], set[int]]:
+    before = shape_of(tensors(node)[0])
+    dims = argument(node, position, name)
+    wanted = [dims] if isinstance(dims, int) else dims
+    return before, {dim_index(dim, len(before)) for dim in wanted} if wanted else set(range(len(before)))
+
+
+def _result(before: tuple[int, ...], reduced: set[int], after: tuple[int, ...]) -> Labels:
+    kept = tuple(dim for dim in range(len(before)) if dim not in reduced)
+    if len(after) == len(kept):
+        return kept
+    return tuple(WHOLE if dim in reduced else dim for dim in range(len(before)))
+
+
+def sum_(node: fx.Node) -> Form:
+    before, reduced = _reduced(node, 1, "dim")
+    return Form((tuple(range(len(before))),), (_result(before, reduced, shape_of(node)),), "first")
+
+
+def mean(node: fx.Node) -> Form:
+    """Over split dimensions: the sum over the global count."""
+    before, reduced = _reduced(node, 1, "dim")
+    count = math.prod(before[dim] for dim in reduced)
+    dims = sorted(reduced)
+    keep = len(shape_of(node)) == len(before)
+
+    def emit(e: Emit) -> fx.Node:
+        if not any(e.axes(dim) for dim in dims):
+            return e.again()
+        return e.call(aten.div.Tensor, e.call(aten.sum.dim_IntList, e.operands[0], dims, keep), count)
+
+    return Form((tuple(range(len(before))),), (_result(before, reduced, shape_of(node)),), "first", emit)
+
+
+def whole_reduction(node: fx.Node) -> Form:
+    """Not a sum (max, variance, norm, any): the reduced dimensions are whole. All results have the same dimensions."""
+    position = 2 if node.target in (aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default) else 1
+    before, reduced = _reduced(node, position, "dim")
+    value = node.meta["val"]
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    labels: Labels = tuple(WHOLE if dim in reduced else dim for dim in range(len(before)))
+    return Form((labels,), tuple(_result(before, reduced, tuple(result.shape)) for result in results))
+
+
+def along(position: int, name: str, default: int | None = None) -> Rule:
+    """softmax, cumsum, sort: each line along one dimension is whole."""
+
+    def rule(node: fx.Node) -> Form:
+        ndim = len(shape_of(tensors(node)[0]))
+        dim = dim_index(argument(node, position, name, default), ndim)
+        labels: Labels = tuple(WHOLE if at == dim else at for at in range(ndim))
+        value = node.meta["val"]
+        return Form((labels,), (labels,) * (len(value) if isinstance(value, (tuple, list)) else 1))
+
+    return rule
+
+
+def layer_norm(node: fx.Node) -> Form:
+    """layer_norm and rms_norm: the normalised dimensions are whole, and so are weight and bias."""
+    operands = [shape_of(operand) for operand in tensors(node)]
+    normalised = len(argument(node, 1, "normalized_shape"))
+    ndim = len(operands[0])
+    x: Labels = tuple(WHOLE if dim >= ndim - normalised else dim for dim in range(ndim))
+    return Form((x, *((WHOLE,) * len(shape) for shape in operands[1:])), (x,))
+
+
+def group_norm(node: fx.Node) -> Form:
+    operands = [shape_of(operand) for operand in tensors(node)]
+    x: Labels = (0,) + (WHOLE,) * (len(operands[0]) - 1)
+    return Form((x, *((WHOLE,) * len(shape) for shape in operands[1:])), (x,))
+
+
+RULES: dict[object, Rule] = {
+    aten.sum: sum_,
+    aten.mean: mean,
+    **{
+        packet: whole_reduction
+        for packet in (aten.amax, aten.amin, aten.max, aten.min, aten.var, aten.std, aten.var_mean, aten.any, aten.all, aten.prod,
+                       aten.argmax, aten.argmin, aten.logsumexp, aten.norm, aten.linalg_vector_norm)
+    },
+    **{packet: along(1, "dim", -1) for packet in (aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.sort, aten.glu)},
+    **{packet: along(1, "dim") for packet in (aten.cumsum, aten.cumprod, aten.logcumsumexp)},
+    aten.topk: along(2, "dim", -1),
+    aten.layer_norm: layer_norm,
+    aten.rms_norm: layer_norm,
+    aten.group_norm: group_norm,
+}  # fmt: skip

@@ -1,0 +1,158 @@
+"""What a capture would get silently wrong, found and refused with the user's own line.
+
+Export traces the forward only: the backward of a custom `autograd.Function` and gradient hooks vanish from it, so both are looked for
+while the model runs. Nothing here changes a model or a graph.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+def user_line(frames: Iterable[tuple[str, int]]) -> str:
+    """`file:line` of the innermost frame that is neither torch's, ours nor the standard library's; "" if there is none."""
+    found = ""
+    for path, line in frames:
+        if not _is_internal(path):
+            found = f"{path}:{line}"
+    return found
+
+
+def _is_internal(path: str) -> bool:
+    if path.startswith("<") or path.startswith(_TORCH):
+        return True
+    if path.startswith(_OURS):
+        return not path.startswith(_OURS + "models" + os.sep)
+    return path.startswith(_STDLIB) and "site-packages" not in path
+
+
+def line_of_trace(text: str | None) -> str:
+    """The user's line in a formatted stack trace, as export records with every node."""
+    return user_line((path, int(line)) for path, line in _FRAME.findall(text or ""))
+
+
+def line_of_error(error: BaseException) -> str:
+    """The user's line in the traceback of an exception or of what caused it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        line = user_line((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(cause.__traceback__))
+        if line:
+            return line
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def where(node: fx.Node) -> str:
+    """How an error names the place of a node: op, module and the user's line."""
+    module = node.meta.get("module") or "the model or loss"
+    return f"{node.target} in {module} at {node.meta.get('source') or 'an unknown line'}"
+
+
+class GradientHookGuard(TorchFunctionMode):
+    """Refuses a gradient hook on any tensor for as long as it is entered."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _GRADIENT_HOOKS:
+            line = user_line((frame.filename, frame.lineno or 0) for frame in traceback.extract_stack())
+            raise ValueError(
+                f"{line or 'the model'} calls {func.__name__} on an activation. A captured graph has no tensor hooks, so its gradients "
+                "would silently differ. Write the change of the gradient as an op with its own backward (torch.library.custom_op and "
+                "register_autograd), or remove the hook"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def custom_functions(outputs: Iterable[Tensor]) -> list[BackwardCFunction]:
+    """Custom autograd Functions that the gradient of `outputs` passes through; torch's own module-hook Function is not one."""
+    stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen: set[Any] = set()
+    found = []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and node.name() != "BackwardHookFunctionBackward":
+            found.append(node)
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return found
+
+
+def refuse_custom_functions(run: Callable[[], Iterable[Tensor]]) -> NoReturn:
+    """Raise for the custom Functions of a model that has some; `run` is run once more to learn where they are called."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Anomaly mode is the one public way to ask autograd where a node was made; too slow to keep on for every capture.
+        with torch.autograd.detect_anomaly(check_nan=False):
+            functions = custom_functions(run())
+    places = sorted({_place_of_function(function) for function in functions})
+    hint = (
+        "Only the forward of a custom autograd.Function is captured; its backward would be silently replaced by the derivative of its "
+        "forward. Make it an op with torch.library.custom_op and register_autograd, which is captured whole"
+    )
+    if any("CheckpointFunction" in place for place in places):
+        hint = "Reentrant checkpointing is such a Function: call checkpoint(..., use_reentrant=False) or leave recomputation to the run"
+    raise ValueError(f"the model calls custom autograd Functions: {'; '.join(places)}. {hint}")
+
+
+def _place_of_function(node: BackwardCFunction) -> str:
+    lines = "".join(node.metadata.get("traceback_", []))
+    return f"{node.name().removesuffix('Backward')} at {line_of_trace(lines) or 'an unknown line'}"
+
+
+def hook_warnings(module: nn.Module) -> list[str]:
+    """What capture loses of the hooks on a module tree. Raises ValueError for gradient hooks on parameters."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"parameter {name!r} has a gradient hook (register_hook). A captured graph has no tensor hooks, so its gradient would "
+                "silently differ: remove the hook, or change the gradient with the optimizer's options"
+            )
+    lost = [
+        f"parameter {name!r} has a post-accumulate gradient hook, which never runs"
+        for name, parameter in module.named_parameters()
+        if getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    for name, child in module.named_modules():
+        place = f"module {name or type(child).__name__!r}"
+        if child._forward_hooks or child._forward_pre_hooks:
+            lost.append(f"{place} has forward hooks: they ran once, during capture; what they return is in the graph, nothing else is")
+        if child._backward_hooks or child._backward_pre_hooks:
+            lost.append(f"{place} has backward hooks: they never run, and a gradient that they change is not changed")
+    return lost
+
+
+def refuse_data_dependent(graph: fx.Graph) -> None:
+    """Raise ValueError for the first node whose value or shape is known only at run time."""
+    for node in graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, list | tuple) else (values,):
+            symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+            if symbolic or (isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)):
+                raise ValueError(data_dependent_message(where(node)))
+
+
+def data_dependent_message(place: str) -> str:
+    return (
+        f"the model depends on values that are known only at run time: {place}. A Program has static shapes and no branches on data: "
+        "use torch.where or masking instead of `if`, .item(), nonzero or boolean indexing"
+    )

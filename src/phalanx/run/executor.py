@@ -1,0 +1,230 @@
+"""Runs one rank's list: the loop over actions, and the numbers that all ranks must agree on at its end.
+
+The list is bound to closures once (`bind`). Here is what happens around it: the batch goes in, NORM adds up loss, norm and count over
+the world in one message, a step that is not finite is refused before OPT changes anything, and the result comes out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.world import World
+from phalanx.derive.program import Program
+from phalanx.event import Event
+from phalanx.run.batch import microbatches
+from phalanx.run.bind import Bound, tables
+from phalanx.run.gather import from_stage, gather
+from phalanx.run.optimizer import Optimizer
+from phalanx.run.parameters import Parameters, contributes
+from phalanx.schedule.actions import Schedule
+
+
+@dataclass(frozen=True)
+class Out:
+    """What a training step returns; equal on every rank."""
+
+    loss: float
+    """Mean over the valid tokens of the whole global batch, before the update."""
+    grad_norm: float
+    """Global 2-norm of all gradients, before clipping."""
+    tokens: int
+    lr: float
+    """Learning rate that this step used."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation returns; equal on every rank."""
+
+    loss: float
+    tokens: int
+
+
+class Executor:
+    """One rank of a training run.
+
+    max_norm   gradients are scaled down to this global norm, as torch.nn.utils.clip_grad_norm_ does; None never scales
+    bounds     number of embedding rows by batch entry, checked before a step
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        world: World,
+        parameters: Parameters,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        bounds: Mapping[str, int] | None = None,
+    ) -> None:
+        if schedule.microbatches != program.microbatches:
+            raise ValueError(f"the schedule has {schedule.microbatches} microbatches, the Program {program.microbatches}")
+        if max_norm is not None and max_norm <= 0:
+            raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
+        self.program, self.schedule, self.world = program, schedule, world
+        self.parameters, self.optimizer, self.max_norm, self.bounds = parameters, optimizer, max_norm, dict(bounds or {})
+        self.actions = schedule.ranks[world.coordinates.get("pp", 0)]
+        self.events: list[Event] = []
+        """One per action of the steps that ran while the world's ledger was on."""
+        self._everybody = world.group(world.mesh.names)
+        self._counts_loss = contributes(program.segments[-1].cls.outputs[0].spec, world)
+        with torch.no_grad():
+            self._tables = tables(program, world, parameters)
+        self._training = self._bind(training=True)
+        self._forward: dict[int | None, Bound] = {}
+        self._step = 0
+        self._result: tuple[float, float, int] = (0.0, 0.0, 0)
+        self._lr = 0.0
+
+    @property
+    def step_number(self) -> int:
+        """Number of the next step, from 0; part of what dropout is a function of."""
+        return self._step
+
+    def seek(self, step: int) -> None:
+        """Continue at a step number, after a checkpoint."""
+        self._step = step
+
+    @torch.no_grad()
+    def step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Out:
+        """One training step on a global batch, or on this rank's slices of it with `local`.
+
+        Raises ValueError for a batch that does not fit, FloatingPointError, on every rank and before any parameter changes, if the
+        loss or a gradient is not finite.
+        """
+        self._training.start(self._step, microbatches(batch, self.program, self.world, local=local, bounds=self.bounds))
+        self.parameters.begin()
+        self._run(self._training)
+        self._step += 1
+        loss, norm, tokens = self._result
+        return Out(loss, norm, tokens, self._lr)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Evaluation:
+        """Loss on a batch, forward only, through the same pipeline. Changes nothing."""
+        bound = self._run_forward(batch, local, None)
+        loss, count = self._add_up([self._loss(bound)], bound.count)
+        return Evaluation(loss / count, int(count))
+
+    @torch.no_grad()
+    def watch(self, name: str, batch: Mapping[str, Tensor], *, local: bool = False) -> dict[str, Tensor]:
+        """Global values, on every rank, of what the segment `name` outputs on a batch, forward only; microbatches joined."""
+        known = {segment.name: segment for segment in self.program.segments}
+        if name not in known:
+            raise ValueError(f"no segment is called {name!r}; there are {', '.join(known)}")
+        segment = known[name]
+        bound = self._run_forward(batch, local, segment.index)
+        found = {}
+        for output, value in zip(segment.outputs, segment.cls.outputs, strict=True):
+            parts = []
+            for j in range(self.program.microbatches):
+                mine = bound.watched(output, j)
+                part = None if mine is None else gather(mine, value.spec, self.world)
+                parts.append(from_stage(part, value.shape, value.dtype, self.parameters.placement[segment.index], self.world))
+            found[output] = torch.cat(parts) if value.shape else torch.stack(parts)
+        return found
+
+    # The loop
+
+    def _run(self, bound: Bound) -> None:
+        if self.world.ledger.enabled:
+            self._run_recorded(bound)
+            return
+        wait = bound.wait
+        for waits, operation, _ in bound.operations:
+            if waits:
+                wait(waits)
+            operation()
+        bound.drain()
+
+    def _run_recorded(self, bound: Bound) -> None:
+        """The same, with an Event for each action and the action's place in the ledger's own events.
+
+        An action's time is that of the host: for a message, of issuing it; what it waits for is an event of its own.
+        """
+        rank, names = self.world.rank, [segment.name for segment in self.program.segments]
+        for waits, operation, action in bound.operations:
+            segment = None if action.segment is None else names[action.segment]
+            if waits:
+                start = time.perf_counter()
+                bound.wait(waits)
+                end = time.perf_counter()
+                self.events.append(Event(rank, "wait", str(action), start, end, segment=segment, microbatch=action.microbatch))
+            with self.world.ledger.origin(segment=segment, microbatch=action.microbatch):
+                start = time.perf_counter()
+                operation()
+                end = time.perf_counter()
+            self.events.append(Event(rank, action.lane, str(action), start, end, segment=segment, microbatch=action.microbatch))
+        bound.drain()
+
+    def _bind(self, *, training: bool, watch: int | None = None) -> Bound:
+        others = {"NORM": self._norm, "OPT": self._opt}
+        return Bound(
+            self.program, self.actions, self.world, self.parameters,
+            training=training, tables=self._tables, others=others, watch=watch,
+        )  # fmt: skip
+
+    def _run_forward(self, batch: Mapping[str, Tensor], local: bool, watch: int | None) -> Bound:
+        if watch not in self._forward:
+            self._forward[watch] = self._bind(training=False, watch=watch)
+        bound = self._forward[watch]
+        bound.start(self._step, microbatches(batch, self.program, self.world, local=local, bounds=self.bounds))
+        self._run(bound)
+        return bound
+
+    # What every rank must agree on
+
+    def _norm(self) -> None:
+        """Loss, norm and count to every rank, in one message; refuses a step that is not finite."""
+        parameters, count = self.parameters, self._training.count
+        parameters.finish()
+        loss, square, tokens = self._add_up([self._loss(self._training), parameters.squared_norm()], count)
+        if not math.isfinite(loss + square):
+            # Chunks of the norm overflow long before float64 does: look again before calling it infinite.
+            loss, square, tokens = self._add_up([self._loss(self._training), parameters.squared_norm(exact=True)], count)
+        if not math.isfinite(loss + square):
+            raise FloatingPointError(f"step {self._step}: {self._first_non_finite()}; no parameter was changed")
+        self._result = loss / tokens, math.sqrt(square), int(tokens)
+
+    def _opt(self) -> None:
+        norm = self._result[1]
+        # torch's clip_grad_norm_ adds 1e-6 as well.
+        self._lr = self.optimizer.update(1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6)))
+
+    def _loss(self, bound: Bound) -> Tensor:
+        """Sum over the microbatches of the loss sum, on the ranks that contribute it; zero elsewhere."""
+        losses = bound.losses() if self._counts_loss else []
+        if not losses:
+            return torch.zeros((), dtype=torch.float64, device=self.world.device)
+        return torch.stack(losses).sum(dtype=torch.float64)
+
+    def _add_up(self, terms: list[Tensor], count: Tensor) -> list[float]:
+        """Sums over the world of terms that each rank has a share of, then the count, which all have."""
+        numbers = torch.stack([*terms, count.double() if self.world.rank == 0 else torch.zeros_like(count, dtype=torch.float64)])
+        self.world.transport.all_reduce(numbers, self._everybody).wait()
+        sums: list[float] = numbers.tolist()
+        if sums[-1] <= 0:
+            raise ValueError(f"step {self._step}: the batch has {sums[-1]:g} valid tokens, so its mean loss is not defined")
+        return sums
+
+    def _first_non_finite(self) -> str:
+        """The same sentence on every rank: the first tensor, the loss before all gradients, that is not finite somewhere."""
+        names = list(self.program.parameters)
+        mine = self.parameters.first_non_finite()
+        place = len(names) + 1 if mine is None else names.index(mine) + 1
+        if not math.isfinite(float(self._loss(self._training))):
+            place = 0
+        first = torch.tensor(place, device=self.world.device)
+        self.world.transport.all_reduce(first, self._everybody, "min").wait()
+        if int(first) == 0:
+            return "the loss is not finite"
+        if int(first) > len(names):
+            return "the squares of the gradients, each finite, add up to more than float64 holds"
+        return f"the gradient of {names[int(first) - 1]} is not finite"

@@ -1,0 +1,403 @@
+"""The weights that one rank holds: their storage, their gradients, and the sums that a step owes them.
+
+Parameters of one dtype lie in one flat buffer, ordered so that what is reduced together, counted together or updated together
+is contiguous: a REDUCE is one collective per range and axis, the optimizer one call over few ranges. Segments see views. This room
+knows the Program and the World; it does not know in which order a step does things.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.transport import Group, Handle
+from phalanx.comm.world import World
+from phalanx.derive.program import Parameter, Program
+from phalanx.run.gather import exclusive, from_stage, gather
+from phalanx.spec import Spec, owner, shard
+
+ALIGNMENT_BYTES = 64
+"""Every parameter starts on a cache line, which is also what vector loads on either device want."""
+NORM_CHUNK = 4096
+"""Elements summed in the gradient's own dtype; chunks are added in float64. One float32 sum over 16M elements is off by 6e-4,
+chunks by 7e-9 at the same speed; converting the whole buffer to float64 first is twenty times slower."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter of this rank: where it lies in its flat and what its gradient needs."""
+
+    parameter: Parameter
+    shape: tuple[int, ...]
+    """Local shape."""
+    start: int
+    hosts: tuple[int, ...]
+    """Segments of this rank that use it."""
+    axes: tuple[str, ...]
+    """Axes its gradient is summed over, in mesh order."""
+    stages: tuple[int, ...]
+    """pp coordinates that share it, if more than one."""
+    counted: bool
+    """True on the one rank that adds these elements to the global norm."""
+    group: Hashable
+    """Optimizer group."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class Flat:
+    """The storage of all parameters of one dtype that are (or are not) trained."""
+
+    dtype: torch.dtype
+    trainable: bool
+    places: tuple[Place, ...]
+    values: Tensor
+    gradients: Tensor | None
+    """None when nothing is reduced: gradients are then kept as the graphs return them, which saves a pass over memory."""
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulator(self.dtype)
+
+
+@dataclass(eq=False)
+class Span:
+    """A contiguous range of a flat whose parameters are alike in some respect."""
+
+    flat: Flat
+    places: tuple[Place, ...]
+    start: int
+    stop: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.stop]
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of a parameter are summed: the wider of float32 and its own."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Parameters:
+    """The shards of the parameters and buffers that this rank's segments use.
+
+    placement   pp coordinate that hosts each segment
+    values      the local shard of a parameter or buffer; called once for each one that is hosted here
+    groups      optimizer group by first name; parameters of one group are updated alike
+    Every rank of the world constructs it together, since communicators between tied stages are opened here.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        placement: Sequence[int],
+        values: Callable[[Parameter], Tensor],
+        groups: Mapping[str, Hashable] | None = None,
+    ) -> None:
+        self.program, self.world, self.placement = program, world, tuple(placement)
+        self.stage = world.coordinates.get("pp", 0)
+        self.segments = tuple(s for s in program.segments if self.placement[s.index] == self.stage)
+        self._stages = {
+            name: tuple(sorted({self.placement[k] for k in program.hosts(name)})) for name in program.parameters
+        }
+        shared = sorted({stages for stages in self._stages.values() if len(stages) > 1})
+        world.open_stages(shared)
+        self._links = {stages: world.stage_group(stages) for stages in shared if self.stage in stages}
+        self.flats = self._lay_out(groups or {})
+        self.places = {place.parameter.name: (flat, place) for flat in self.flats for place in flat.places}
+        self.views: dict[str, Tensor] = {name: self.view(flat.values, place) for name, (flat, place) in self.places.items()}
+        for name, view in self.views.items():
+            view.copy_(_fitting(values(program.parameters[name]), view.shape, name))
+        extra = [program.count] + ([program.tables] if program.tables is not None else [])
+        needed = {name for segment in (*self.segments, *extra) for name in segment.buffers}
+        self.buffers: dict[str, Tensor] = {}
+        for name, buffer in program.buffers.items():
+            if name in needed:
+                shape = buffer.spec.local_shape(buffer.shape, world.mesh)
+                self.buffers[name] = _fitting(values(buffer), shape, name).to(world.device, buffer.dtype).clone()
+        self._targets = {segment.index: self._segment_targets(segment.index) for segment in self.segments}
+        self._reductions = self._spans(
+            lambda place: (place.hosts[0], place.axes, place.parameter.name if place.stages else ""),
+            lambda flat: flat.gradients is not None,
+        )
+        self._tied = sorted((s for s in self._reductions if s.places[0].stages), key=lambda s: s.places[0].parameter.name)
+        self._counted = [s for s in self._spans(lambda place: place.counted) if s.places[0].counted]
+        self.updates = self._spans(lambda place: place.group)
+        """What the optimizer works on: ranges of one group; single parameters where gradients are adopted."""
+        self._adopted: dict[str, Tensor] = {}
+        self._unwritten: set[str] = set()
+        self._issued: list[Handle] = []
+        self._taken: set[int] = set()
+
+    # Layout
+
+    def _lay_out(self, groups: Mapping[str, Hashable]) -> tuple[Flat, ...]:
+        mesh, local = self.world.mesh, {s.index for s in self.segments}
+        kinds: dict[tuple[torch.dtype, bool], list[Place]] = {}
+        for name, parameter in self.program.parameters.items():
+            hosts = tuple(k for k in self.program.hosts(name) if k in local)
+            if not hosts:
+                continue
+            wanted = self.program.reduce_axes(name) if parameter.trainable else frozenset()
+            axes = tuple(axis for axis in mesh.names if axis in wanted and mesh.shape[axis] > 1)
+            stages = self._stages[name] if parameter.trainable and len(self._stages[name]) > 1 else ()
+            place = Place(
+                parameter=parameter,
+                shape=parameter.spec.local_shape(parameter.shape, mesh),
+                start=0,
+                hosts=hosts,
+                axes=axes,
+                stages=stages,
+                counted=contributes(parameter.spec, self.world) and self._stages[name][0] == self.stage,
+                group=groups.get(name),
+            )
+            kinds.setdefault((parameter.dtype, parameter.trainable), []).append(place)
+        flats = []
+        for (dtype, trainable), places in kinds.items():
+            places.sort(key=lambda p: (p.hosts[0], p.axes, p.stages, p.counted, str(p.group)))
+            laid, start, step = [], 0, max(1, ALIGNMENT_BYTES // dtype.itemsize)
+            for place in places:
+                laid.append(replace(place, start=start))
+                start += -(-place.numel // step) * step
+            values = torch.zeros(start, dtype=dtype, device=self.world.device)
+            reduced = trainable and any(place.axes or place.stages for place in laid)
+            gradients = torch.zeros(start, dtype=accumulator(dtype), device=self.world.device) if reduced else None
+            flats.append(Flat(dtype, trainable, tuple(laid), values, gradients))
+        return tuple(flats)
+
+    def _spans(self, key: Callable[[Place], Hashable], wanted: Callable[[Flat], bool] = lambda flat: True) -> list[Span]:
+        """Runs of neighbours with equal keys in the trained flats; where gradients are adopted each parameter is its own run."""
+        spans: list[Span] = []
+        for flat in self.flats:
+            if not flat.trainable or not wanted(flat):
+                continue
+            runs: list[list[Place]] = []
+            for place in flat.places:
+                if runs and flat.gradients is not None and key(runs[-1][0]) == key(place):
+                    runs[-1].append(place)
+                else:
+                    runs.append([place])
+            spans += [Span(flat, tuple(run), run[0].start, run[-1].start + run[-1].numel) for run in runs]
+        return spans
+
+    def _segment_targets(self, index: int) -> list[tuple[str, Tensor | None, bool]]:
+        """For each gradient that a segment returns: its name, its accumulator, and whether this rank's counts at all."""
+        segment, targets = self.program.segments[index], []
+        for name, deferred in zip(segment.params, segment.cls.deferred, strict=True):
+            flat, place = self.places[name]
+            if place.parameter.trainable:
+                # An axis that other hosts of the parameter leave partial and this one does not: here the gradient is the same
+                # on every rank of it, so one of them contributes it to the sum (R -> P).
+                missing = set(place.axes) - deferred
+                counts = all(self.world.coordinates[axis] == 0 for axis in missing)
+                targets.append((name, None if flat.gradients is None else self.view(flat.gradients, place), counts))
+        return targets
+
+    def view(self, buffer: Tensor, place: Place) -> Tensor:
+        """The part of a buffer that is laid out like this parameter's flat."""
+        return buffer[place.start : place.start + place.numel].view(place.shape)
+
+    # One step
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        self._unwritten = {name for name, (_, place) in self.places.items() if place.parameter.trainable}
+        self._issued.clear()
+        self._taken.clear()
+
+    def accumulate(self, segment: int, grads: Sequence[Tensor | None], beside: Sequence[Tensor | None] = ()) -> None:
+        """Add what B or W of a segment returned. The first gradient of a step overwrites.
+
+        `beside` is what the same call returned apart from gradients: a tensor that is also there is not taken over.
+        """
+        seen = {id(x) for x in beside}
+        first: list[Tensor] = []
+        fresh: list[Tensor] = []
+        later: list[Tensor] = []
+        more: list[Tensor] = []
+        for (name, view, counts), grad in zip(self._targets[segment], grads, strict=True):
+            if grad is None or not counts:
+                continue
+            if name not in self._unwritten:
+                later.append(self._adopted[name] if view is None else view)
+                more.append(grad)
+            elif view is None:
+                self._unwritten.discard(name)
+                self._adopted[name] = self._adopt(grad, name, sole=id(grad) not in seen)
+                seen.add(id(grad))
+            else:
+                self._unwritten.discard(name)
+                first.append(view)
+                fresh.append(grad)
+        if first:
+            torch._foreach_copy_(first, fresh)
+        if later:
+            torch._foreach_add_(later, more)
+
+    def _adopt(self, grad: Tensor, name: str, *, sole: bool) -> Tensor:
+        """The tensor itself if it is dense, in the right dtype and nobody else can see its memory; otherwise a copy."""
+        flat, place = self.places[name]
+        assert tuple(grad.shape) == place.shape, f"gradient of {name} has shape {tuple(grad.shape)}, its shard {place.shape}"
+        # A single element may be the seed of the backward itself.
+        if sole and grad.numel() > 1 and grad.dtype == flat.accumulator and grad.is_contiguous() and exclusive(grad):
+            return grad
+        return grad.to(flat.accumulator, copy=True, memory_format=torch.contiguous_format)
+
+    def reduce(self, segment: int) -> None:
+        """Issue the sums over axes of the gradients that this segment is the first host of. `finish` waits for them.
+
+        Every host of them on this rank must have had its last backward, as `schedule.data.reductions` orders it.
+        """
+        self._taken.add(segment)
+        for span in self._reductions:
+            place = span.places[0]
+            if place.hosts[0] == segment and place.axes:
+                self._zero_unwritten([place.parameter.name for place in span.places])
+                self._issued.append(self._sum(span, self.world.group(place.axes)))
+
+    def finish(self) -> None:
+        """Complete every sum that this step owes; last, those over the stages that share a tied parameter, in order of name.
+
+        Those come here and not at their REDUCE because they need its sums over axes, for which the host would block, and
+        because every stage passes here when its backwards are done, so the order is the same everywhere.
+        """
+        self._zero_unwritten(list(self.places))
+        for handle in self._issued:
+            handle.wait()
+        self._issued.clear()
+        for span in self._reductions:
+            first = span.places[0].hosts[0]
+            assert not span.places[0].axes or first in self._taken, f"the schedule has no REDUCE{first} before NORM"
+        for span in self._tied:
+            self._sum(span, self._links[span.places[0].stages]).wait()
+
+    def _sum(self, span: Span, group: Group) -> Handle:
+        assert span.flat.gradients is not None
+        return self.world.transport.all_reduce(span.of(span.flat.gradients), group)
+
+    def _zero_unwritten(self, names: Sequence[str]) -> None:
+        """A parameter that got no gradient in this step counts as zeros."""
+        if not self._unwritten:
+            return
+        for name in [name for name in names if name in self._unwritten]:
+            flat, place = self.places[name]
+            if flat.gradients is not None:
+                self.view(flat.gradients, place).zero_()
+            else:
+                self._adopted[name] = torch.zeros(place.shape, dtype=flat.accumulator, device=flat.values.device)
+            self._unwritten.discard(name)
+
+    # What the norm and the optimizer read
+
+    def gradient(self, span: Span) -> Tensor:
+        """The gradient of a span of `updates`, one-dimensional."""
+        if span.flat.gradients is not None:
+            return span.of(span.flat.gradients)
+        return self._adopted[span.places[0].parameter.name].view(-1)
+
+    def squared_norm(self, *, exact: bool = False) -> Tensor:
+        """Sum of squares of the gradients that this rank counts, in float64. `exact` squares in float64 too."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for span in self._counted:
+            total += squared_norm(self.gradient(span), exact=exact)
+        return total
+
+    def first_non_finite(self) -> str | None:
+        """First name, in the Program's order, whose gradient here has a NaN or an infinity."""
+        for name in self.program.parameters:
+            if name in self.places and self.places[name][0].trainable and not self.local_gradient(name).isfinite().all():
+                return name
+        return None
+
+    def local_gradient(self, name: str) -> Tensor:
+        """This rank's shard of the gradient of the last step."""
+        flat, place = self.places[name]
+        if name not in self._adopted and flat.gradients is None:
+            raise ValueError(f"{name} has no gradient yet: no step has been run")
+        return self._adopted[name] if flat.gradients is None else self.view(flat.gradients, place)
+
+    # Global values
+
+    def collect(self, names: Sequence[str], local: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
+        """Global tensors from shards, on every rank. `local` gives the shard of a parameter or buffer that is hosted here."""
+        known, found = {**self.program.buffers, **self.program.parameters}, {}
+        for name in names:
+            parameter = known[name]
+            stage = self._stages.get(name, ())
+            root = stage[0] if stage else 0
+            hosted = name in self.views or name in self.buffers
+            value = gather(local(name), parameter.spec, self.world) if hosted else None
+            if len(stage) and len(set(self.placement)) > 1:
+                value = from_stage(value, parameter.shape, dtype(name), root, self.world)
+            if value is None:
+                raise ValueError(f"{name} is used by no segment: the Program does not hold its value")
+            found[name] = value
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer that the Program uses, global, by first name and aliases, on every rank."""
+        names = [n for n in self.program.parameters if self._stages[n]] + [n for n in self.program.buffers if n in self.buffers]
+        known = {**self.program.buffers, **self.program.parameters}
+        state = self.collect(names, lambda name: {**self.buffers, **self.views}[name], lambda name: known[name].dtype)
+        return {alias: value for name, value in state.items() for alias in (name, *known[name].aliases)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the shards of global tensors. A name may be any of a tied parameter's; every hosted one must be there."""
+        loaded = []
+        for name, view in {**self.buffers, **self.views}.items():
+            parameter = self.program.parameters.get(name) or self.program.buffers[name]
+            key = next((key for key in (name, *parameter.aliases) if key in state), name)
+            loaded.append((view, self.shard_of(state, key, name)))
+        for view, value in loaded:
+            view.copy_(value)
+
+    def shard_of(self, state: Mapping[str, Tensor], key: str, name: str) -> Tensor:
+        """This rank's shard of `state[key]`, which is laid out as parameter or buffer `name`."""
+        parameter = self.program.parameters.get(name) or self.program.buffers[name]
+        if key not in state:
+            raise ValueError(f"the state has no {key!r}; it has {len(state)} tensors")
+        if tuple(state[key].shape) != parameter.shape:
+            raise ValueError(f"{key} has shape {tuple(state[key].shape)} in the state and {parameter.shape} in the model")
+        return shard(state[key], parameter.spec, self.world.mesh, self.world.rank)
+
+    def is_hosted(self, name: str) -> bool:
+        """True if some rank of the world uses this parameter."""
+        return bool(self._stages[name])
+
+    def accumulator_of(self, name: str) -> torch.dtype:
+        return accumulator(self.program.parameters[name].dtype)
+
+
+def contributes(spec: Spec, world: World) -> bool:
+    """True on the one rank, of those with the same data, that adds it to a sum over its stage's ranks."""
+    return owner(spec.with_partial(spec.partial | {"pp"}), world.mesh, world.rank)
+
+
+def squared_norm(x: Tensor, *, exact: bool = False) -> Tensor:
+    """Sum of squares in float64, by chunks of NORM_CHUNK in the dtype of x."""
+    if exact or x.dtype == torch.float64:
+        norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+        return norm * norm
+    whole = x.numel() // NORM_CHUNK * NORM_CHUNK
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in (x[:whole].view(-1, NORM_CHUNK), x[whole:].view(1, -1)):
+        if part.numel():
+            norms = torch.linalg.vector_norm(part, dim=1).double()
+            total += torch.dot(norms, norms)
+    return total
+
+
+def _fitting(value: Tensor, shape: Sequence[int], name: str) -> Tensor:
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name}: the shard has shape {tuple(value.shape)}, this rank holds {tuple(shape)}")
+    if value.is_meta:
+        raise ValueError(f"{name} is a meta tensor without a value: build the model under phx.deferred_init or give it values")
+    return value

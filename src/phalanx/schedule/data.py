@@ -1,0 +1,113 @@
+"""The actions that belong to the step and not to the pipeline: COUNT, REDUCE, NORM, OPT, and what each REDUCE sums over what.
+
+Pure. `reductions` is the one answer to "which gradients does REDUCE(k) sum, over which ranks, in which order"; the executor
+follows it and the checker proves that every rank agrees with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.schedule.actions import Action
+from phalanx.schedule.view import View, Weight
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sum of a REDUCE: over mesh axes, or over the pp coordinates that host a tied parameter."""
+
+    parameters: tuple[str, ...]
+    bytes: int
+    axes: tuple[str, ...] = ()
+    coordinates: tuple[int, ...] = ()
+    """pp coordinates of a sum over hosting stages, at equal other coordinates; empty for a sum over axes."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What REDUCE(segment) sums: the parts over axes first, then those over the hosts of tied parameters."""
+
+    segment: int
+    parts: tuple[Part, ...]
+    after: tuple[int, ...]
+    """Segments of the same coordinate whose backward must be finished: itself and the co-located hosts of its parameters."""
+
+    @property
+    def tied(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.coordinates)
+
+    @property
+    def lane(self) -> str:
+        axes = dict.fromkeys(axis for part in self.parts for axis in part.axes)
+        return f"reduce:{'+'.join(axes)}" if axes else "reduce:tied"
+
+
+def reductions(view: View, coordinates: Sequence[int]) -> dict[int, Reduction]:
+    """By segment, the REDUCEs of a step; `coordinates` is the pp coordinate of each segment.
+
+    A parameter that several segments of one coordinate use is summed once, by the first of them. A parameter that segments of
+    several coordinates use is summed over its axes on each, then over the coordinates.
+    """
+    found = {}
+    for k, segment in enumerate(view.segments):
+        over_axes: dict[tuple[str, ...], list[Weight]] = {}
+        over_hosts: dict[tuple[int, ...], list[Weight]] = {}
+        after = {k}
+        for weight in segment.weights:
+            hosts = view.hosts(weight.name)
+            here = [host for host in hosts if coordinates[host] == coordinates[k]]
+            if k != here[0]:
+                continue
+            after.update(here)
+            if weight.axes:
+                over_axes.setdefault(weight.axes, []).append(weight)
+            if len(here) < len(hosts):
+                over_hosts.setdefault(hosts, []).append(weight)
+        parts = [_part(weights, axes=axes) for axes, weights in sorted(over_axes.items())]
+        # One part per set of hosts, in the order of hosts: every coordinate then makes the same parts in the same order.
+        parts += [
+            _part(weights, coordinates=tuple(sorted({coordinates[host] for host in hosts})))
+            for hosts, weights in sorted(over_hosts.items())
+        ]
+        if parts:
+            found[k] = Reduction(k, tuple(parts), tuple(sorted(after)))
+    return found
+
+
+def _part(weights: Sequence[Weight], axes: tuple[str, ...] = (), coordinates: tuple[int, ...] = ()) -> Part:
+    ordered = sorted(weights, key=lambda weight: weight.name)
+    return Part(tuple(w.name for w in ordered), sum(w.bytes for w in ordered), axes, coordinates)
+
+
+def together(found: Mapping[int, Reduction]) -> list[list[Reduction]]:
+    """Reductions that share a sum over hosts, directly or through another, and so are issued at one point of the step.
+
+    Were a tied REDUCE issued as soon as its own segment is finished, the last stage would wait in it for the first stage, which
+    waits for gradients that the last stage has yet to send.
+    """
+    groups: list[list[Reduction]] = []
+    for reduction in found.values():
+        names = {part.parameters for part in reduction.tied}
+        linked = [group for group in groups if any(part.parameters in names for other in group for part in other.tied)]
+        merged = [other for group in linked for other in group] + [reduction]
+        groups = [group for group in groups if group not in linked] + [merged]
+    hosts: dict[tuple[str, ...], list[int]] = {}
+    for reduction in found.values():
+        for part in reduction.tied:
+            hosts.setdefault(part.parameters, []).append(reduction.segment)
+    for group in groups:
+        group.sort(key=lambda reduction: [hosts[part.parameters] for part in reduction.tied])
+    return groups
+
+
+def count(view: View) -> Action:
+    return Action("COUNT", lane=f"count:{'+'.join(view.batch_axes)}" if view.batch_axes else "count")
+
+
+def reduce(reduction: Reduction) -> Action:
+    return Action("REDUCE", reduction.segment, lane=reduction.lane)
+
+
+def finish() -> tuple[Action, Action]:
+    return Action("NORM", lane="world"), Action("OPT")

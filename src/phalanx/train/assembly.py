@@ -1,0 +1,46 @@
+"""From a configuration to a Step: the one place where settings become arguments of `parallelize`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from phalanx.comm.local import LocalWorld
+from phalanx.comm.world import World
+from phalanx.run.optimizer import AdamW, Constant, Cosine, Linear, Rate, adamw
+from phalanx.run.step import Step, parallelize
+from phalanx.train.config import TrainConfig
+from phalanx.train.models import Model
+
+
+def parallel_step(config: TrainConfig, world: World | LocalWorld, model: Model, module: nn.Module) -> Step:
+    """The training step of `module` on `world` as `config` asks for it."""
+    return parallelize(
+        module,
+        world,
+        names=model.names,
+        layout=config.parsed_layout(model.dimensions),
+        loss=model.loss,
+        example=model.example(config.batch or model.batch, config.seq or model.seq, config.seed),
+        optimizer=optimizer(config),
+        microbatches=config.microbatches,
+        schedule=config.schedule,
+        max_norm=config.optimizer.max_norm,
+        recompute=config.recompute,
+        seed=config.seed,
+    )
+
+
+def optimizer(config: TrainConfig) -> AdamW:
+    settings = config.optimizer
+    return adamw(
+        lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, rate=learning_rate(config)
+    )
+
+
+def learning_rate(config: TrainConfig) -> Rate:
+    """Step, from 0, to a factor on the peak rate: linear warm-up, then down to `final` at the last step."""
+    settings = config.optimizer
+    if settings.decay == "constant":
+        return Constant(settings.warmup)
+    falling = Cosine if settings.decay == "cosine" else Linear
+    return falling(config.steps, settings.warmup, settings.final)

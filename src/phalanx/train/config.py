@@ -1,0 +1,220 @@
+"""What one training run is: a frozen record that a YAML file fills and the command line overrides.
+
+Says nothing about how it is run. Every value is plain text or a number, so that the record can be written back as it was read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from phalanx.mesh import Mesh
+
+DEFAULT_LAYOUT = {"batch": "dp", "heads": "tp", "mlp": "tp", "vocab": "tp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate over the run."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and biases (fewer than two dimensions) get none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    warmup: int = 20
+    """Steps in which the rate rises linearly from near 0 to its peak."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls from its peak to `final` at the last step."""
+    final: float = 0.1
+    """Rate at the last step as a fraction of the peak."""
+    max_norm: float | None = 1.0
+    """Global gradient norm above which gradients are scaled down; None never does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    model: str = "llama-tiny"
+    """A name of `phalanx.train.models`, for example mlp, llama-tiny, llama-1b or hf-tiny:qwen3."""
+    mesh: str = ""
+    """Axes and their numbers of ranks, the last varying fastest: pp=2,dp=2,tp=2. Empty is one rank."""
+    layout: str | None = None
+    """Which axis splits which named dimension: batch=dp,heads=tp,mlp=tp,vocab=tp, the default as far as mesh and model go."""
+    sequence_parallel: bool = False
+    """Split the residual stream between blocks over tp as well: adds residual_seq=tp to the layout."""
+    microbatches: int = 1
+    """Parts that a step's batch is cut into, one after another through the model."""
+    schedule: str = "1f1b"
+    """Order of forward and backward work under a pipeline (mesh axis pp): 1f1b or gpipe."""
+    recompute: Literal["none", "full"] = "none"
+    """full keeps only the inputs of each block and computes the rest again in the backward."""
+    steps: int = 200
+    """Optimizer steps."""
+    batch: int | None = None
+    """Sequences in one step over all ranks; the model's own default if left out."""
+    seq: int | None = None
+    """Tokens in a sequence; the model's own default if left out."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of parameters and computation."""
+    seed: int = 0
+    """Decides initial weights, the order of samples and dropout, the same on every mesh."""
+    dropout: float = 0.0
+    """Dropout probability, for models that have it."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: Path | None = None
+    """A text file or a folder of them, read as bytes. Left out: the Python standard library's own sources."""
+    out: Path | None = None
+    """Run folder: config.yaml and metrics.jsonl, which replace older ones there. Left out: a new folder under runs/."""
+
+    def parsed_mesh(self) -> Mesh:
+        return Mesh.parse(self.mesh)
+
+    def parsed_layout(self, dimensions: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
+        """The layout that was asked for, or the default as far as the mesh has the axis and `dimensions` the name."""
+        mesh, known = self.parsed_mesh(), set(dimensions)
+        if self.layout is None:
+            layout: dict[str, str | tuple[str, ...]] = {
+                name: axis for name, axis in DEFAULT_LAYOUT.items() if axis in mesh.names and name in known
+            }
+        else:
+            layout = parse_layout(self.layout, mesh)
+        if self.sequence_parallel:
+            if "tp" not in mesh.names:
+                raise ValueError(f"--sequence-parallel splits over the mesh axis tp, which mesh {self.mesh!r} does not have")
+            if "residual_seq" not in known:
+                raise ValueError(
+                    f"--sequence-parallel needs a dimension named residual_seq, which model {self.model!r} does not have"
+                )
+            layout["residual_seq"] = "tp"
+        return layout
+
+    def check(self) -> None:
+        """Raise ValueError for what can be known to be wrong before any rank starts."""
+        mesh = self.parsed_mesh()
+        if self.layout is not None:
+            parse_layout(self.layout, mesh)
+        for name in ("steps", "microbatches", "batch", "seq"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it is a number of at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; it is a probability of at least 0 and below 1")
+        if self.optimizer.lr <= 0:
+            raise ValueError(f"optimizer.lr is {self.optimizer.lr}; it is above 0")
+
+
+def parse_layout(text: str, mesh: Mesh) -> dict[str, str | tuple[str, ...]]:
+    """Read `batch=dp,heads=tp`; several axes on one dimension are joined with +, the major first: batch=pod+dp."""
+    layout: dict[str, str | tuple[str, ...]] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, places = (piece.strip() for piece in item.partition("="))
+        axes = tuple(axis.strip() for axis in places.split("+"))
+        if not equals or not name or not all(axes):
+            raise ValueError(f"layout {text!r}: {item!r} is not of the form dimension=axis, as in batch=dp,heads=tp")
+        if name in layout:
+            raise ValueError(f"layout {text!r} places {name!r} twice")
+        for axis in axes:
+            if axis not in mesh.names:
+                raise ValueError(
+                    f"layout {text!r} places {name!r} on the axis {axis!r}; mesh {str(mesh)!r} has {closest(axis, mesh.names)}"
+                )
+        layout[name] = axes[0] if len(axes) == 1 else axes
+    return layout
+
+
+def load(path: Path, otherwise: TrainConfig | None = None) -> TrainConfig:
+    """Read a YAML file over `otherwise` (the defaults).
+
+    Unknown keys and values of the wrong kind raise ValueError with the file, the key and the closest match.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if content is None:
+        content = {}
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}; a configuration is keys and values, as in `steps: 200`")
+    config: TrainConfig = _record(otherwise or TrainConfig(), content, f"{path}: ")
+    return config
+
+
+def dump(config: TrainConfig) -> str:
+    """The configuration as YAML that `load` reads back equal."""
+    return yaml.safe_dump(_plain(config), sort_keys=False)
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The part of an error message that offers what there is, the closest match first."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    listed = ", ".join(known) if known else "none"
+    return f"{listed} (did you mean {close[0]!r}?)" if close else listed
+
+
+def _plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _record(otherwise: Any, content: Mapping[Any, Any], where: str) -> Any:
+    hints = typing.get_type_hints(type(otherwise))
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            raise ValueError(f"{where}unknown key {str(key)!r}; there are {closest(name, hints)}")
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{where}{name} is {value!r}; it has keys of its own, as in `{name}: {{lr: 0.001}}`")
+            values[name] = _record(getattr(otherwise, name), value, f"{where}{name}.")
+        else:
+            values[name] = _value(hints[name], value, f"{where}{name}")
+    return dataclasses.replace(otherwise, **values)
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """`value` as `kind`, or ValueError. YAML reads 3e-4 as text, mesh: {dp: 2} as a mapping; both mean what they say."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in options:
+            return None
+        kind = next(option for option in options if option is not type(None))
+        return _value(kind, value, where)
+    if origin is Literal:
+        if value in options:
+            return value
+        raise ValueError(f"{where} is {value!r}; there are {closest(str(value), options)}")
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(options):
+        return tuple(_value(option, item, where) for option, item in zip(options, value, strict=True))
+    if kind is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{where} is {value!r}; it is a number") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and isinstance(value, Mapping):
+        return ",".join(f"{name}={place}" for name, place in value.items())
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if origin is None and type(value) is kind:
+        return value
+    named = getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
+    raise ValueError(f"{where} is {value!r}, of type {type(value).__name__}; it is of type {named}")

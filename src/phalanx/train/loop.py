@@ -1,0 +1,116 @@
+"""The training loop: batches in, metrics out, the same loss curve on every mesh.
+
+It knows nothing of ranks beyond which slice of a batch is this one's and who writes the files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from torch import Tensor
+
+from phalanx.comm.local import LocalWorld
+from phalanx.comm.world import World
+from phalanx.run.initialize import deferred_init
+from phalanx.run.step import Step
+from phalanx.train.assembly import parallel_step
+from phalanx.train.config import TrainConfig, dump
+from phalanx.train.data import Loader
+from phalanx.train.metrics import Recorder, StepMetrics, traffic_lines
+from phalanx.train.models import Model, build
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to. `traffic` is {(axis, operation): (calls, bytes)} of rank 0 over all steps."""
+
+    first: StepMetrics
+    last: StepMetrics
+    traffic: Mapping[tuple[str, str], tuple[int, int]]
+    folder: Path | None
+    """Where config.yaml and metrics.jsonl are; None on ranks other than the first."""
+
+
+def train(config: TrainConfig, world: World | LocalWorld, console: Console | None = None) -> Summary:
+    """Train as `config` says; every rank calls this. Rank 0 writes the run folder and tells `console`.
+
+    Raises ValueError for what the user got wrong, before the first step, and FloatingPointError when a loss or gradient is not
+    finite.
+    """
+    model = build(config.model, config.dtype, dropout=config.dropout)
+    config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
+    module = deferred_init(model.factory)
+    step = parallel_step(config, world, model, module)
+    batches = Batches(config, model, world, step)
+    here = world if isinstance(world, World) else world.worlds[0]
+    folder = run_folder(config) if here.rank == 0 else None
+    if folder is not None:
+        (folder / "config.yaml").write_text(dump(replace(config, out=folder)))
+    if here.rank != 0:
+        console = None
+    if console is not None:
+        parameters = sum(p.numel() for p in module.parameters())
+        console.print(
+            f"{config.model}: {parameters:,} parameters on {config.mesh or 'one rank'}, {batches.source}", highlight=False
+        )
+    traffic: Counter[tuple[str, str, str]] = Counter()
+    here.ledger.start()
+    with Recorder(config.steps, folder, console) as recorder:
+        for number in range(config.steps):
+            began = time.perf_counter()
+            out = step(batches.of(number), local=batches.is_local)
+            seconds = time.perf_counter() - began
+            recorder.record(
+                StepMetrics(
+                    step=number + 1,
+                    loss=float(out.loss),
+                    grad_norm=float(out.grad_norm),
+                    lr=float(out.lr),
+                    tokens=int(out.tokens),
+                    tokens_per_second=int(out.tokens) / seconds,
+                    seconds=seconds,
+                )
+            )
+            # Emptied every step: a ledger that is left alone remembers every call of the run.
+            for (axis, operation), (calls, moved) in here.ledger.totals().items():
+                traffic[axis, operation, "calls"] += calls
+                traffic[axis, operation, "bytes"] += moved
+            here.ledger.clear()
+    here.ledger.stop()
+    assert recorder.first is not None and recorder.last is not None
+    totals = {(axis, op): (calls, traffic[axis, op, "bytes"]) for (axis, op, what), calls in traffic.items() if what == "calls"}
+    summary = Summary(recorder.first, recorder.last, totals, folder)
+    if console is not None:
+        for line in closing_lines(summary, config.steps):
+            console.print(line, highlight=False, soft_wrap=True)
+    return summary
+
+
+def closing_lines(summary: Summary, steps: int) -> list[str]:
+    first, last = summary.first, summary.last
+    lines = [f"loss {first.loss:.4f} at step {first.step} → {last.loss:.4f} at step {last.step}"]
+    moved = traffic_lines(summary.traffic, steps)
+    lines += ["bytes moved by rank 0, by mesh axis:", *moved] if moved else ["no bytes moved: one rank"]
+    return [*lines, f"run folder: {summary.folder}"]
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """The folder of --out, or a new one under runs/ named for model and mesh."""
+    if config.out is not None:
+        config.out.mkdir(parents=True, exist_ok=True)
+        return config.out
+    name = "-".join([config.model.replace(":", "-"), *config.mesh.replace("=", "").split(",")]).rstrip("-")
+    number = 1
+    while True:
+        folder = Path("runs") / (name if number == 1 else f"{name}.{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder

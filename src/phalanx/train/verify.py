@@ -1,0 +1,259 @@
+"""Does the mesh change what the model computes? Trains the same model twice and compares every number.
+
+The reference is the untouched module in one process of plain PyTorch: its own forward, autograd, torch.optim.AdamW. It shares
+nothing with the derived program but the initial weights, the batches and the loss function.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.local import LocalWorld, local
+from phalanx.comm.world import World
+from phalanx.mesh import Mesh
+from phalanx.run.step import Step
+from phalanx.train.assembly import learning_rate, parallel_step
+from phalanx.train.config import TrainConfig
+from phalanx.train.models import Model, build
+from phalanx.train.norms import rewrite_norms
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}
+"""Largest relative error that passes, by dtype. Sums over a mesh round in another order: some 1e3 additions of relative
+rounding 2e-16, 6e-8 and 4e-3, grown by three AdamW steps."""
+
+NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 1e-1}
+"""A gradient below this fraction of the model's largest is measured against that fraction instead of against itself. Some
+gradients are 0 in exact arithmetic (the bias of a key projection under softmax): both sides hold rounding and nothing else."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one step of training gives: the loss, and by parameter name its gradient before clipping and the weight after."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+
+class Trainer(Protocol):
+    def step(self, batch: Mapping[str, Tensor]) -> Numbers: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The first number that differs by more than the tolerance."""
+
+    step: int
+    kind: str
+    """loss, grad or weight"""
+    tensor: str | None
+    segment: str | None
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The outcome. Errors are the largest max|Δ| / max|reference| of any tensor in any step."""
+
+    model: str
+    mesh: str
+    layout: Mapping[str, str | tuple[str, ...]]
+    dtype: str
+    steps: int
+    tolerance: float
+    loss: float
+    grad: float
+    weight: float
+    worst: Mapping[str, str | None]
+    """The tensor behind each of grad and weight."""
+    first_divergence: Divergence | None
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.first_divergence is None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+
+class Eager:
+    """The user's module as it is, on plain PyTorch."""
+
+    def __init__(self, module: nn.Module, model: Model, config: TrainConfig) -> None:
+        self.module, self.model, self.config = module, model, config
+        self.accepted = set(inspect.signature(module.forward).parameters)
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        # As everybody trains in bfloat16: what is updated is a float32 copy, whose rounding is the next step's weight.
+        narrow = torch.bfloat16
+        self.masters = [p.detach().float() if p.dtype == narrow else p for p in self.parameters]
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in self.masters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+                {"params": [p for p in self.masters if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate(config))
+
+    def step(self, batch: Mapping[str, Tensor]) -> Numbers:
+        self.module.zero_grad()
+        outputs = self.module(**{name: value for name, value in batch.items() if name in self.accepted})
+        total, count = self.model.loss(outputs, batch)
+        loss = total / count
+        loss.backward()  # type: ignore[no-untyped-call]
+        named = dict(self.module.named_parameters())
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items() if p.requires_grad
+        }
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        if self.config.optimizer.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.masters, self.config.optimizer.max_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+        return Numbers(loss.item(), gradients, {name: p.detach() for name, p in named.items()})
+
+
+class Derived:
+    """The derived program on a world."""
+
+    def __init__(self, step: Step) -> None:
+        self.program = step.program
+        self._step = step
+
+    def step(self, batch: Mapping[str, Tensor]) -> Numbers:
+        out = self._step(dict(batch))
+        gradients = self._step.gradients()
+        weights = self._step.state_dict()
+        return Numbers(float(out.loss), gradients, {name: weights[name] for name in self.program.parameters})
+
+
+def verify(
+    config: TrainConfig, world: World | LocalWorld, *, rewrite: bool | None = None, tolerance: float | None = None
+) -> Comparison:
+    """Train `config.steps` steps both ways and compare after each one.
+
+    rewrite    replace norms that round to float32 inside by ones that do not, on both sides; by default in float64, where their
+               rounding would hide an error of 1e-7
+    tolerance  largest relative error that passes; by default TOLERANCE of the dtype
+    Under processes every rank takes part and returns the same Comparison.
+    """
+    tolerance = TOLERANCE[config.dtype] if tolerance is None else tolerance
+    model = build(config.model, config.dtype, dropout=config.dropout)
+    config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
+    torch.manual_seed(config.seed)
+    module = model.factory()
+    notes = []
+    if config.dtype == "float64" if rewrite is None else rewrite:
+        notes += rewrite_norms(module)
+    reference: Trainer
+    if config.dropout:
+        notes.append("dropout is on: the reference is the derived program on one rank, whose masks the mesh must reproduce")
+        alone = replace(config, mesh="", layout=None, sequence_parallel=False)
+        reference = Derived(parallel_step(alone, local(Mesh()), model, copy.deepcopy(module)))
+    else:
+        reference = Eager(copy.deepcopy(module), model, config)
+    derived = Derived(parallel_step(config, world, model, module))
+    tally = _Tally(derived.program.parameters, _segment_of(derived), config.dtype, tolerance)
+    for step, batch in enumerate(batches(model, config), start=1):
+        tally.compare(step, reference.step(batch), derived.step(batch))
+    return Comparison(
+        model=config.model,
+        mesh=config.mesh,
+        layout=config.parsed_layout(model.dimensions),
+        dtype=config.dtype,
+        steps=config.steps,
+        tolerance=tolerance,
+        loss=tally.largest["loss"],
+        grad=tally.largest["grad"],
+        weight=tally.largest["weight"],
+        worst={kind: tally.worst[kind] for kind in ("grad", "weight")},
+        first_divergence=tally.first,
+        notes=tuple(notes),
+    )
+
+
+def batches(model: Model, config: TrainConfig) -> Iterator[dict[str, Tensor]]:
+    """Another global batch for every step."""
+    assert config.batch is not None and config.seq is not None
+    for step in range(config.steps):
+        yield model.example(config.batch, config.seq, config.seed * 1_000_003 + step)
+
+
+def relative_error(reference: Tensor, value: Tensor, floor: float = 0.0) -> float:
+    """max|Δ| / max(max|reference|, floor); infinite when shapes differ or a number is not finite on one side only."""
+    if reference.shape != value.shape:
+        return float("inf")
+    if reference.numel() == 0:
+        return 0.0
+    reference, value = reference.detach().cpu().double(), value.detach().cpu().double()
+    difference = (reference - value).abs().max().item()
+    if difference == 0.0:
+        return 0.0
+    scale = max(reference.abs().max().item(), floor)
+    error = difference / scale if scale else float("inf")
+    return error if error == error else float("inf")
+
+
+class _Tally:
+    """Largest errors so far, and the first one beyond the tolerance."""
+
+    def __init__(self, names: Mapping[str, Any], segment_of: Callable[[str], str | None], dtype: str, tolerance: float) -> None:
+        self.names, self.segment_of, self.tolerance = names, segment_of, tolerance
+        self.negligible = NEGLIGIBLE[dtype]
+        self.largest = {"loss": 0.0, "grad": 0.0, "weight": 0.0}
+        self.worst: dict[str, str | None] = {"loss": None, "grad": None, "weight": None}
+        self.first: Divergence | None = None
+
+    def compare(self, step: int, reference: Numbers, derived: Numbers) -> None:
+        loss = torch.tensor(reference.loss, dtype=torch.float64)
+        self._note(step, "loss", None, relative_error(loss, torch.tensor(derived.loss, dtype=torch.float64)))
+        _same_names("gradients", reference.gradients, derived.gradients)
+        _same_names("weights", reference.weights, derived.weights)
+        largest = max(
+            (gradient.abs().max().item() for gradient in reference.gradients.values() if gradient.numel()), default=0.0
+        )
+        for name in self.names:
+            if name in reference.gradients:
+                error = relative_error(reference.gradients[name], derived.gradients[name], self.negligible * largest)
+                self._note(step, "grad", name, error)
+        for name in self.names:
+            self._note(step, "weight", name, relative_error(reference.weights[name], derived.weights[name]))
+
+    def _note(self, step: int, kind: str, tensor: str | None, error: float) -> None:
+        if error > self.largest[kind]:
+            self.largest[kind], self.worst[kind] = error, tensor
+        if self.first is None and not error <= self.tolerance:
+            segment = None if tensor is None else self.segment_of(tensor)
+            self.first = Divergence(step=step, kind=kind, tensor=tensor, segment=segment, error=error)
+
+
+def _same_names(what: str, reference: Mapping[str, Tensor], derived: Mapping[str, Tensor]) -> None:
+    missing, extra = sorted(reference.keys() - derived.keys()), sorted(derived.keys() - reference.keys())
+    assert not missing and not extra, f"the derived program's {what} lack {missing} and have {extra} that the module has not"
+
+
+def _segment_of(derived: Derived) -> Callable[[str], str | None]:
+    program = derived.program
+
+    def segment(parameter: str) -> str | None:
+        hosts = program.hosts(parameter)
+        return program.segments[hosts[0]].name if hosts else None
+
+    return segment

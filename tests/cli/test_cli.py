@@ -1,0 +1,82 @@
+"""The command line: readable help, one clean line for a mistake, exit code 2, and YAML under dotted overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tyro
+
+from phalanx.cli import COMMANDS, main
+from phalanx.cli.options import defaults
+from phalanx.cli.run import split_at_script
+from phalanx.cli.train import Options
+from phalanx.train.config import OptimizerConfig, TrainConfig
+
+
+def parsed(*args: str) -> TrainConfig:
+    return tyro.cli(Options, args=list(args), default=Options(run=defaults(list(args), TrainConfig()))).run
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "explain", "run"])
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: phalanx {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_offers_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == "phalanx: there is no command 'trian'; did you mean 'train'?\n"
+
+
+def test_command_line_alone() -> None:
+    assert parsed() == TrainConfig()
+    config = parsed("--model", "mlp", "--mesh", "dp=2,tp=2", "--steps", "5", "--sequence-parallel", "--optimizer.lr", "0.5")
+    assert config == TrainConfig(
+        model="mlp", mesh="dp=2,tp=2", steps=5, sequence_parallel=True, optimizer=OptimizerConfig(lr=0.5)
+    )
+    assert parsed("--optimizer.max-norm", "None").optimizer.max_norm is None
+
+
+@pytest.mark.parametrize("form", ["{} {}", "{}={}"])
+def test_the_command_line_overrides_the_file(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 9\nbatch: 4\noptimizer: {lr: 0.1, warmup: 3}\n")
+    config = parsed(*form.format("--config", path).split(), "--steps", "2", "--optimizer.warmup", "1")
+    assert config == TrainConfig(steps=2, batch=4, optimizer=OptimizerConfig(lr=0.1, warmup=1))
+
+
+@pytest.mark.parametrize("args", [["--mesh", "dp=two"], ["--steps", "0"], ["--config", "no/such/file.yaml"]])
+def test_a_mistake_is_one_line_and_exit_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("phalanx: ")
+    assert err.count("\n") == 1
+    assert main(["train", *args, "--traceback"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_unknown_option_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--stepz", "3"])
+    assert ended.value.code == 2
+    assert "--steps" in capsys.readouterr().err  # the suggestion
+
+
+def test_what_is_behind_the_script_is_its_own() -> None:
+    assert split_at_script(["--ranks", "4", "a.py", "--ranks", "9"]) == (["--ranks", "4"], ["a.py", "--ranks", "9"])
+    assert split_at_script(["--ranks=4", "a.py", "-h"]) == (["--ranks=4"], ["a.py", "-h"])
+    assert split_at_script(["--help"]) == (["--help"], [])
+
+
+def test_run_names_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--ranks", "2", "no_such.py"]) == 2
+    assert capsys.readouterr().err == "phalanx: no_such.py is not a file\n"

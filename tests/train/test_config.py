@@ -1,0 +1,109 @@
+"""A configuration is read strictly: what is unknown or of the wrong kind is named, with the closest match."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.mesh import Mesh
+from phalanx.train.config import OptimizerConfig, TrainConfig, dump, load, parse_layout
+
+DIMENSIONS = ("batch", "seq", "heads", "kv_heads", "mlp", "embed", "vocab", "residual_seq")
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_yaml_fills_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
+    config = load(
+        written(tmp_path, "steps: 7\nmesh: {dp: 2, tp: 2}\noptimizer: {lr: 3e-4, betas: [0.8, 0.9]}\ndata: some/text\n")
+    )
+    assert config == TrainConfig(
+        steps=7, mesh="dp=2,tp=2", data=Path("some/text"), optimizer=OptimizerConfig(lr=3e-4, betas=(0.8, 0.9))
+    )
+
+
+def test_yaml_over_other_defaults(tmp_path: Path) -> None:
+    otherwise = TrainConfig(steps=3, optimizer=OptimizerConfig(warmup=1))
+    config = load(written(tmp_path, "optimizer: {lr: 1}"), otherwise)
+    assert (config.steps, config.optimizer.warmup, config.optimizer.lr) == (3, 1, 1.0)
+    assert load(written(tmp_path, ""), otherwise) == otherwise
+
+
+def test_dump_and_load_agree(tmp_path: Path) -> None:
+    config = TrainConfig(mesh="pp=2", data=Path("a"), dtype="bfloat16", optimizer=OptimizerConfig(max_norm=None))
+    assert load(written(tmp_path, dump(config))) == config
+    assert load(written(tmp_path, dump(TrainConfig()))) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stepz: 7", "unknown key 'stepz'.*did you mean 'steps'"),
+        ("optimizer: {weight_decai: 1}", "optimizer.unknown key 'weight_decai'.*did you mean 'weight_decay'"),
+        ("steps: many", "steps is 'many', of type str; it is of type int"),
+        ("steps: true", "steps is True, of type bool"),
+        ("steps: 1.5", "steps is 1.5, of type float"),
+        ("optimizer: {lr: fast}", "optimizer.lr is 'fast'; it is a number"),
+        ("optimizer: 3", "optimizer is 3; it has keys of its own"),
+        ("optimizer: {betas: [0.9]}", "betas is"),
+        ("dtype: float23", "dtype is 'float23'.*did you mean 'float"),
+        ("- steps", "holds a list"),
+        ("steps: [", "is not YAML"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(text: str, said: str, tmp_path: Path) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ValueError, match=said) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_layout_text() -> None:
+    mesh = Mesh(pod=2, dp=2, tp=2)
+    assert parse_layout("batch=pod+dp, heads=tp", mesh) == {"batch": ("pod", "dp"), "heads": "tp"}
+    for text, said in [
+        ("batch", "'batch' is not of the form dimension=axis"),
+        ("batch=", "not of the form"),
+        ("batch=dp,batch=tp", "places 'batch' twice"),
+        ("batch=bp", "on the axis 'bp'; mesh 'pod=2,dp=2,tp=2' has pod, dp, tp .did you mean '[dt]p'"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            parse_layout(text, mesh)
+
+
+def test_default_layout_follows_mesh_and_model() -> None:
+    assert TrainConfig().parsed_layout(DIMENSIONS) == {}
+    assert TrainConfig(mesh="dp=2").parsed_layout(DIMENSIONS) == {"batch": "dp"}
+    both = TrainConfig(mesh="dp=2,tp=2")
+    assert both.parsed_layout(DIMENSIONS) == {"batch": "dp", "heads": "tp", "mlp": "tp", "vocab": "tp"}
+    assert both.parsed_layout(("batch", "mlp")) == {"batch": "dp", "mlp": "tp"}
+
+
+def test_sequence_parallel_adds_the_residual_stream() -> None:
+    config = TrainConfig(mesh="tp=2", sequence_parallel=True)
+    assert config.parsed_layout(DIMENSIONS)["residual_seq"] == "tp"
+    with pytest.raises(ValueError, match="mesh 'dp=2' does not have"):
+        TrainConfig(mesh="dp=2", sequence_parallel=True).parsed_layout(DIMENSIONS)
+    with pytest.raises(ValueError, match="residual_seq, which model 'mlp' does not have"):
+        TrainConfig(model="mlp", mesh="tp=2", sequence_parallel=True).parsed_layout(("batch", "mlp"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (TrainConfig(steps=0), "steps is 0"),
+        (TrainConfig(batch=-1), "batch is -1"),
+        (TrainConfig(mesh="dp"), "not of the form axis=size"),
+        (TrainConfig(layout="heads=tp"), "mesh '' has none"),
+        (TrainConfig(dropout=1.0), "dropout is 1.0"),
+        (TrainConfig(optimizer=OptimizerConfig(lr=0.0)), "optimizer.lr is 0.0"),
+    ],
+)
+def test_check_raises_before_any_rank_starts(config: TrainConfig, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config.check()
