@@ -46,7 +46,8 @@ def test_bits_follow_the_definition_in_python_integers() -> None:
 
 
 def test_keys_tell_types_order_and_boundaries_apart() -> None:
-    keys = [random.key(1, "1"), random.key("1", 1), random.key("11"), random.key(11), random.key("1", "1"), random.key("", "11")]
+    parts: list[tuple[int | str, ...]] = [(1, "1"), ("1", 1), ("11",), (11,), ("1", "1"), ("", "11")]
+    keys = [random.key(*part) for part in parts]
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**64 for key in keys)
 
@@ -111,7 +112,7 @@ def test_own_logarithm_and_cosine_match_torch() -> None:
 
 
 def test_values_do_not_depend_on_what_is_drawn_together() -> None:
-    """Odd lengths leave a scalar remainder after the vector loops, where torch's own log and cos would differ in the last bit."""
+    """Odd lengths leave a scalar remainder after the vector loops, where torch's log and cos differ in the last bit."""
     whole = random.normal(8, torch.arange(1000), torch.float64)
     for start, length in ((0, 1), (3, 7), (500, 61), (999, 1)):
         assert torch.equal(random.normal(8, torch.arange(start, start + length), torch.float64), whole[start : start + length])
@@ -168,7 +169,10 @@ def test_global_index_is_the_shard_of_all_indices(spec: Spec) -> None:
         assert torch.equal(random.global_index(spec, shape, mesh, rank), shard(every, spec, mesh, rank))
 
 
-@pytest.mark.parametrize(("rows", "columns", "limit"), [(7, 5, 12), (1, 100, 16), (100, 1, 16), (3, 40, 16), (1, 1, 1), (0, 5, 8), (5, 0, 8)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "limit"),
+    [(7, 5, 12), (1, 100, 16), (100, 1, 16), (3, 40, 16), (1, 1, 1), (0, 5, 8), (5, 0, 8)],
+)
 def test_blocks_cover_each_element_once(rows: int, columns: int, limit: int) -> None:
     seen = torch.zeros(rows, columns)
     for r, c in random.blocks(rows, columns, limit):

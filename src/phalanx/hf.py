@@ -1,7 +1,7 @@
-"""Hugging Face models in: what capture needs to know about their attention masks. Hugging Face's internals are named here only.
+"""Hugging Face models in: what capture needs to know about their attention masks. Their internals are named here only.
 
-While a model is traced, transformers cannot see that its sequences are not packed and writes out a (batch, 1, seq, seq) mask for every
-model. Here a mask that is exactly causal is left to `sdpa(is_causal=True)`; every other mask stays an explicit one.
+While a model is traced, transformers cannot see that its sequences are not packed and writes out a (batch, 1, seq, seq) mask
+for every model. Here a mask that is exactly causal is left to `sdpa(is_causal=True)`; every other mask stays an explicit one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ Mask = Callable[..., Any]
 
 def is_hf_model(module: nn.Module) -> bool:
     """True for a transformers PreTrainedModel, without importing transformers for other modules."""
-    return any(base.__module__.startswith("transformers.") and base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+    return any(
+        base.__module__.startswith("transformers.") and base.__name__ == "PreTrainedModel" for base in type(module).__mro__
+    )
 
 
 @contextlib.contextmanager
 def capture_context(model: nn.Module, example: Mapping[str, Tensor]) -> Iterator[None]:
-    """The context in which to capture a Hugging Face `model` on `example`; its attention implementation is as before afterwards.
+    """The context in which to capture a Hugging Face `model` on `example`; its attention is as before afterwards.
 
-    Only models with stock sdpa attention and PLAIN_INPUTS are touched. Eager attention, padding masks, packed positions and image
-    inputs are captured as transformers computes them, with explicit masks. Raises ValueError for attention that cannot be traced.
+    Only models with stock sdpa attention and PLAIN_INPUTS are touched. Eager attention, padding masks, packed positions and
+    image inputs are captured as transformers computes them, with explicit masks. Raises ValueError for attention that cannot
+    be traced.
     """
     from transformers import PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -76,14 +79,14 @@ def mask_of_one_sequence(*, mask_function: Mask, q_length: int, kv_length: int, 
     square = q_length == kv_length and rest.get("q_offset", 0) == 0 and rest.get("kv_offset", 0) == 0
     recognised = parts.keys() <= {"causal_mask_function", "sliding_window_overlay"} and "causal_mask_function" in parts
     if not square or not recognised or rest.get("attention_mask") is not None:
-        return sdpa_mask(mask_function=mask_function, q_length=q_length, kv_length=kv_length, **rest)  # type: ignore[no-any-return]
+        return sdpa_mask(mask_function=mask_function, q_length=q_length, kv_length=kv_length, **rest)
     overlay = parts.get("sliding_window_overlay")
     window = kv_length if overlay is None else inspect.getclosurevars(overlay).nonlocals["sliding_window"]
     if window >= kv_length:
         return None
     causal_window = sliding_window_causal_mask_function(window)
     fixed = {**rest, "batch_size": 1, "allow_is_causal_skip": False}
-    return sdpa_mask(mask_function=causal_window, q_length=q_length, kv_length=kv_length, **fixed)  # type: ignore[no-any-return]
+    return sdpa_mask(mask_function=causal_window, q_length=q_length, kv_length=kv_length, **fixed)
 
 
 def _parts(mask: Mask) -> Iterator[tuple[str, Mask]]:

@@ -35,11 +35,13 @@ class Case:
 
     @property
     def arguments(self) -> list[Tensor]:
-        return [p.detach() for p in self.module.parameters()] + [b for b in self.module.buffers()]
+        return [p.detach() for p in self.module.parameters()] + list(self.module.buffers())
 
     def eager(self) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
         """outputs, grad_inputs, grads of the untouched module under autograd."""
-        inputs = [x.detach().clone().requires_grad_(v.requires_grad) for x, v in zip(self.inputs, self.input_values, strict=True)]
+        inputs = [
+            x.detach().clone().requires_grad_(v.requires_grad) for x, v in zip(self.inputs, self.input_values, strict=True)
+        ]
         outputs = self.module(*inputs)
         outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
         wrt = [x for x in inputs if x.requires_grad] + [p for p in self.module.parameters() if p.requires_grad]
@@ -104,7 +106,7 @@ class GeluBlock(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Pre-norm attention with rotary embedding and grouped keys, then a gated MLP. The rotary tables pass through to the next block."""
+    """Pre-norm attention with rotary embedding and grouped keys, then a gated MLP."""
 
     def __init__(self, hidden: int = 32, heads: int = 4, kv_heads: int = 2) -> None:
         super().__init__()
@@ -160,7 +162,7 @@ class Epilogue(nn.Module):
 
 
 class Through(nn.Module):
-    """Two passed-through inputs, one of which is used and one not; an input that nothing uses; a frozen and an unused parameter."""
+    """Passes two inputs through, uses one of them, and has an unused input, a frozen and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,9 +12,10 @@ from phalanx.comm.collectives import (
 )
 from phalanx.comm.dry import DryTransport
 from phalanx.comm.ledger import Ledger, axis_of
+from phalanx.comm.local import LocalWorld, local
 from phalanx.comm.threads import Delay, Fabric
 from phalanx.comm.transport import CommError, Group, Handle, ReduceOp, Transport
-from phalanx.comm.world import LocalWorld, World, find_world, init, local
+from phalanx.comm.world import World, find_world, init
 
 __all__ = [
     "PAIRS",

@@ -37,10 +37,10 @@ class Lane:
     """One communicator and, on CUDA, its stream and the tensors that are in flight on it."""
 
     pg: Any
-    stream: torch.cuda.Stream | None
-    in_flight: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = field(default_factory=deque)
+    stream: Any  # torch.cuda.Stream, or None on CPU; torch leaves the methods of streams and events untyped
+    in_flight: deque[tuple[Any, tuple[Any, ...]]] = field(default_factory=deque)
 
-    def keep(self, event: torch.cuda.Event, tensors: tuple[Any, ...]) -> None:
+    def keep(self, event: Any, tensors: tuple[Any, ...]) -> None:
         """Hold the tensors until the event has passed, and let go of those whose event has."""
         while self.in_flight and self.in_flight[0][0].query():
             self.in_flight.popleft()
@@ -62,7 +62,7 @@ class C10dTransport(Transport):
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[str, int, int], Lane] = {}  # (group, from rank, to rank)
         self._failure: BaseException | None = None
-        self._clock: tuple[torch.cuda.Event, float] | None = None
+        self._clock: tuple[Any, float] | None = None
 
     @property
     def on_cuda(self) -> bool:
@@ -83,31 +83,28 @@ class C10dTransport(Transport):
             for source in group.ranks:
                 for target in group.ranks:
                     if source != target:
-                        channel = self._open((source, target))
+                        channel = self._open((source, target), one_way=True)
                         if channel is not None:
                             self._channels[name, source, target] = channel
         return group
 
-    def _open(self, ranks: tuple[int, ...]) -> Lane | None:
+    def _open(self, ranks: tuple[int, ...], *, one_way: bool = False) -> Lane | None:
         """A new communicator; None if this rank is not in it. Connects now, so that no order of first use can deadlock."""
         pg = dist.new_group(list(ranks), backend="nccl" if self.on_cuda else "gloo", timeout=timedelta(seconds=self.timeout))
         if self.rank not in ranks:
             return None
-        lane = Lane(pg, torch.cuda.Stream(self.device) if self.on_cuda else None)
+        lane = Lane(pg, _stream(self.device) if self.on_cuda else None)
         if lane.stream is not None:
             with torch.cuda.stream(lane.stream):
                 probe = torch.zeros(1, device=self.device)
-                dist.all_reduce(probe, group=pg)
-                if len(ranks) == 2:
-                    self._exchange_probe(probe, ranks, pg)
+                if not one_way:
+                    dist.all_reduce(probe, group=pg)
+                elif self.rank == ranks[0]:
+                    dist.send(probe, group=pg, dst=ranks[1])
+                else:
+                    dist.recv(probe, group=pg, src=ranks[0])
             lane.stream.synchronize()
         return lane
-
-    def _exchange_probe(self, probe: Tensor, ranks: tuple[int, ...], pg: Any) -> None:
-        if self.rank == ranks[0]:
-            dist.send(probe, group=pg, dst=ranks[1])
-        else:
-            dist.recv(probe, group=pg, src=ranks[0])
 
     def all_reduce(self, x: Tensor, group: Group, op: ReduceOp = "sum") -> Handle:
         call = signature.all_reduce(x, group, op)
@@ -171,7 +168,7 @@ class C10dTransport(Transport):
         finish = None
         if target is None:
             target = source.new_empty(sum(out_sizes))
-            pieces = target.split(out_sizes)
+            pieces = torch.split(target, out_sizes)
 
             def finish() -> None:
                 for out, piece in zip(outs, pieces, strict=True):
@@ -222,10 +219,12 @@ class C10dTransport(Transport):
         return self._issue(call, group, (), lambda pg: dist.barrier(group=pg, async_op=True))
 
     def close(self) -> None:
-        """Release the communicators. After a failure they are only dropped: destroying them would wait for the dead."""
-        if self._failure is None and dist.is_initialized():
+        """Release the communicators. After a failure they are disconnected first: they would wait for the dead."""
+        if dist.is_initialized():
+            if self._failure is not None and self._owns_default:
+                dist.distributed_c10d._get_default_group().abort()
             for lane in self._all_lanes():
-                if lane.stream is not None:
+                if lane.stream is not None and self._failure is None:
                     lane.stream.synchronize()
                 dist.destroy_process_group(lane.pg)
             if self._owns_default:
@@ -302,7 +301,7 @@ class C10dTransport(Transport):
         tensors: tuple[Any, ...],
         start: Callable[[Any], Any],
         lane: Lane,
-        stream: torch.cuda.Stream,
+        stream: Any,
     ) -> Handle:
         if self.timed and self._clock is None:
             self._clock = self._start_clock()
@@ -310,16 +309,16 @@ class C10dTransport(Transport):
         try:
             with torch.cuda.stream(stream), torch.no_grad():
                 start(lane.pg).wait()  # orders the lane's stream after NCCL's own; does not block the host
-                event = torch.cuda.Event(enable_timing=self.timed)
+                event = _event(self.timed)
                 event.record(stream)
         except RuntimeError as error:
             self._fail(call, group, error)
         lane.keep(event, tensors)
         return CudaHandle(self, call, group, event, self._clock if self.timed else None)
 
-    def _start_clock(self) -> tuple[torch.cuda.Event, float]:
+    def _start_clock(self) -> tuple[Any, float]:
         """An event and the host time at which it passed: ties the device's clock to the host's."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = _event(True)
         torch.cuda.synchronize(self.device)
         event.record(torch.cuda.current_stream(self.device))
         event.synchronize()
@@ -418,8 +417,8 @@ class CudaHandle:
         transport: C10dTransport,
         call: Call,
         group: Group,
-        event: torch.cuda.Event,
-        clock: tuple[torch.cuda.Event, float] | None,
+        event: Any,
+        clock: tuple[Any, float] | None,
     ) -> None:
         self._transport = transport
         self._call = call
@@ -448,7 +447,15 @@ class CudaHandle:
         if self._clock is None or not self.done():
             return None
         zero, at = self._clock
-        return at + zero.elapsed_time(self._event) / 1000.0
+        return at + float(zero.elapsed_time(self._event)) / 1000.0
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event(timed: bool) -> Any:
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Collectives as tensor operators, each with an explicit forward/backward pair.
 
-Library "phx", defined with torch.library.Library("phx", "DEF"). `world` is the name of a World (a run-time argument), `axis` a mesh
-axis, `size` its number of ranks, so that shapes follow from the arguments alone (Meta kernels need no world). None returns its
-input or a view of it. An axis of one rank still works. Results are contiguous.
+Library "phx", defined with torch.library.Library("phx", "DEF"). `world` is the name of a World (a run-time argument), `axis` a
+mesh axis, `size` its number of ranks, so that shapes follow from the arguments alone (Meta kernels need no world). None returns
+its input; primitives return no view of it either. An axis of one rank still works. Results of primitives are contiguous.
 
 Primitives (what traced graphs contain; no autograd):
   phx::all_reduce(Tensor x, str world, str axis, str op) -> Tensor
@@ -14,7 +14,8 @@ Primitives (what traced graphs contain; no autograd):
   phx::offset(Tensor x, str world, str axis, int stride) -> Tensor                    integer x - index * stride
   phx::take(Tensor x, str world, str axis, int size, int dim, int length, int group) -> Tensor
         x.narrow(dim, (index // group) * length, length)
-  phx::put(Tensor x, str world, str axis, int size, int dim, int length, int group, int total) -> Tensor   its transpose: zeros elsewhere
+  phx::put(Tensor x, str world, str axis, int size, int dim, int length, int group, int total) -> Tensor
+        its transpose: a dim of size total, zeros elsewhere
 The pair (has an autograd rule that calls primitives, so that make_fx sees them in forward and backward):
   phx::move(Tensor x, str pair, str world, str axis, int size, int dim, int dim2) -> Tensor
         pair is a key of PAIRS, the move table of the design as data. `exchange` takes S(dim) to S(dim2)
@@ -153,7 +154,7 @@ def _keep_first(x: Tensor, world: str, axis: str) -> Tensor:
 
 
 def _offset(x: Tensor, world: str, axis: str, stride: int) -> Tensor:
-    return x - find_world(world).place(axis)[1] * stride
+    return (x - find_world(world).place(axis)[1] * stride).contiguous()
 
 
 def _take(x: Tensor, world: str, axis: str, size: int, dim: int, length: int, group: int) -> Tensor:
@@ -184,7 +185,8 @@ def _slices(x: Tensor, size: int, dim: int, axis: str) -> Tensor:
     """x cut along `dim` into (size, *slice), contiguous; copies only if it must."""
     dim = _dim(x, dim)
     divide(f"dimension {dim}", x.shape[dim], size, f"axis {axis!r}")
-    return x.unflatten(dim, (size, -1) if x.shape[dim] else (size, 0)).movedim(dim, 0).contiguous()
+    cut = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
+    return cut.movedim(dim, 0).contiguous()
 
 
 def _with(shape: torch.Size, dim: int, length: int) -> list[int]:
@@ -311,7 +313,7 @@ _PRIMITIVES: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]]
     "put": (f"{_SLICE}, int length, int group, int total", _put, _meta_put),
 }
 
-_LIBRARY = torch.library.Library("phx", "DEF")
+_LIBRARY: Any = torch.library.Library("phx", "DEF")  # type: ignore[no-untyped-call]
 for _name, (_arguments, _kernel, _shape) in _PRIMITIVES.items():
     _LIBRARY.define(f"{_name}(Tensor x, {_arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     for _device in ("CPU", "CUDA"):

@@ -20,7 +20,7 @@ from phalanx.derive.program import Captured, Parameter, Piece, Program, Segment,
 from phalanx.derive.split import split
 from phalanx.mesh import Mesh
 
-__all__ = ["Layout", "Program", "capture", "derive", "derive_captured"]
+__all__ = ["Layout", "Program", "capture", "derive", "derive_captured", "derive_placed"]
 
 
 def derive(
@@ -60,6 +60,20 @@ def derive_captured(
 ) -> Program:
     """The Program of an already captured model. With `graphs=False` the classes are lowered but not traced."""
     placed = compile_names(captured, mesh, names, layout)
+    return derive_placed(captured, mesh, placed, microbatches=microbatches, device=device, recompute=recompute, graphs=graphs)
+
+
+def derive_placed(
+    captured: Captured,
+    mesh: Mesh,
+    placed: Placements,
+    *,
+    microbatches: int = 1,
+    device: torch.device | str = "cpu",
+    recompute: Literal["none", "full"] = "none",
+    graphs: bool = True,
+) -> Program:
+    """The Program of a captured model whose parameters, batch entries and module outputs have Specs: any that divide are legal."""
     deriving = _Deriving(captured, mesh, placed, torch.device(device), recompute if graphs else None)
     tables = deriving.segment(captured.tables, -1) if captured.tables is not None else None
     segments = tuple(deriving.segment(piece, index) for index, piece in enumerate(captured.pieces))
@@ -100,7 +114,7 @@ class _Deriving:
         # hints of equal pieces differ in the index of their block only, and come in the order of the modules
         key = (piece.key, anonymous, tuple(hints.values()), keep_partial)
         if key not in self.classes:
-            lowered = lower(piece, self.mesh, params, buffers, inputs, hints, keep_partial=keep_partial)
+            lowered = lower(piece, self.mesh, params, buffers, inputs, hints, keep_partial=keep_partial, device=self.device)
             if self.recompute is not None:
                 lowered.graphs = split(
                     lowered.lowered, lowered.params, lowered.buffers, lowered.inputs, lowered.outputs, self.mesh, self.device,

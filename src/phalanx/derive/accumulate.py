@@ -1,13 +1,14 @@
 """Let backward graphs add parameter gradients to accumulators themselves, each as soon as it exists.
 
-A weight gradient's last operator is nearly always a matrix product, which can write or add to its accumulator without a temporary of the
-size of the weight; at a few hundred tokens that temporary costs as much as a tenth of the step.
+A weight gradient's last operator is nearly always a matrix product, which can write or add to its accumulator without a
+temporary of the size of the weight; at a few hundred tokens that temporary costs as much as a tenth of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,13 +20,16 @@ def add_accumulators(graph: fx.Graph, grads: Sequence[fx.Node | None], labels: S
     """Append placeholders `fresh` and one accumulator per gradient to `graph`, and write each of `grads` into its accumulator.
 
     fresh         one bool per gradient: overwrite the accumulator (first microbatch) or add to it
-    accumulators  shape of the parameter, contiguous, in the wider of float32 and its dtype. A gradient of None leaves zeros if fresh
+    accumulators  shape of the parameter, contiguous, in the wider of float32 and its dtype
+
+    Where a gradient is None the accumulator is set to zero if fresh.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     with graph.inserting_after(placeholders[-1]):
         fresh = graph.placeholder("fresh")
     after = fresh
-    flags, accumulators = [], []
+    flags: list[fx.Node] = []
+    accumulators: list[fx.Node] = []
     for label in labels:
         with graph.inserting_after(after):
             after = graph.placeholder(f"accumulator_{label}")
@@ -85,7 +89,8 @@ def _adds_rows(grad: fx.Node) -> bool:
     """On CPU index_add_ adds in order, as embedding_dense_backward does; elsewhere it is not deterministic."""
     if grad.target is not aten.embedding_dense_backward.default:
         return False
-    rows, _, _, padding, scale_by_frequency = grad.args
+    args: Any = grad.args
+    rows, _, _, padding, scale_by_frequency = args
     value = grad.meta["val"]
-    same = value.dtype in (torch.float32, torch.float64) and isinstance(rows, fx.Node) and rows.meta["val"].dtype == value.dtype
-    return bool(same and value.device.type == "cpu" and isinstance(padding, int) and padding < 0 and not scale_by_frequency)
+    wide = value.dtype in (torch.float32, torch.float64) and rows.meta["val"].dtype == value.dtype
+    return bool(wide and value.device.type == "cpu" and padding < 0 and not scale_by_frequency)

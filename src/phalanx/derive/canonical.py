@@ -1,7 +1,8 @@
 """A traced graph made plain: pure ATen calls without device, region, assertion or mutation, one op where a model wrote three.
 
-Every pass keeps the values and the gradients, or raises with op, module and line. Factories carry no device: run the graph under
-`torch.device(device)`. Passes work on one `fx.Graph` in place; constants are `get_attr` nodes with the tensor in meta["constant"].
+Every pass keeps the values and the gradients, or raises with op, module and line. Factories carry no device: run the graph
+under `torch.device(device)`. Passes work on one `fx.Graph` in place; constants are `get_attr` nodes with the tensor in
+meta["constant"].
 """
 
 from __future__ import annotations
@@ -14,21 +15,34 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from phalanx.derive.reject import where
+from phalanx.derive.reject import refuse_data_dependent, where
 
 aten = torch.ops.aten
 
-_ASSERTIONS = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar", "aten::sym_constrain_range"}
-_ASSERTIONS |= {"aten::sym_constrain_range_for_size"}
-_CASTS = {"aten::to", "aten::_to_copy", "aten::type_as"}
-_UNDIFFERENTIABLE = {"detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones"}
-_UNDIFFERENTIABLE |= {"new_full", "new_empty"}
+ASSERTIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_assert_tensor_metadata",
+        "_assert_async",
+        "_assert_scalar",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+    )
+)
+CASTS = frozenset(["aten::to", "aten::_to_copy", "aten::type_as"])
+NO_GRADIENT = frozenset(
+    ["aten::detach"]
+    + [f"aten::{kind}_like" for kind in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")]
+    + [f"aten::new_{kind}" for kind in ("zeros", "ones", "full", "empty")]
+)
+"""Ops whose result has no gradient although it is a float made from a float."""
 
 
 def canonicalise(graph: fx.Graph, regions: torch.nn.Module) -> None:
     """Run every pass. `regions` owns the submodules of higher-order ops that `graph` calls."""
     inline_regions(graph, regions)
     drop_assertions(graph)
+    refuse_data_dependent(graph)
     functionalise(graph)
     drop_devices(graph)
     drop_identities(graph)
@@ -62,7 +76,7 @@ def argument(node: fx.Node, name: str) -> Any:
         if declared.name == name:
             if name in node.kwargs:
                 return node.kwargs[name]
-            return node.args[position] if not declared.kwarg_only and position < len(node.args) else declared.default_value
+            return list(node.args)[position] if position < len(node.args) else declared.default_value
     raise AssertionError(f"{node.target} has no argument {name}")
 
 
@@ -71,26 +85,25 @@ def inline_regions(graph: fx.Graph, regions: torch.nn.Module) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
-        name = node.target.name()
+        name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
             grad, body, operands = bool(node.args[0]), node.args[1], node.args[2:]
         elif name == "wrap_with_autocast":
             enabled, body, operands, grad = node.args[2], node.args[4], node.args[5:], True
             if enabled:
                 raise ValueError(
-                    f"{where(node)}: torch.autocast inside the model. Which ops it casts is decided while they run, so a captured graph "
-                    "cannot keep it: cast the model's parameters (model.to(torch.bfloat16)) or cast activations with .to(dtype)"
+                    f"{where(node)}: torch.autocast inside the model. Which ops it casts is decided while they run, so a captured "
+                    "graph cannot keep it: cast the parameters (model.to(torch.bfloat16)) or activations with .to(dtype)"
                 )
         else:
-            raise ValueError(f"{where(node)}: a captured graph cannot contain the higher-order op {name}; write it with plain ops")
+            raise ValueError(f"{where(node)}: a graph cannot contain the higher-order op {name}; write it with plain ops")
         if grad and node.meta.get("no_grad"):
-            raise ValueError(f"{where(node)}: an enable_grad region inside a no_grad region is not supported; detach values instead")
+            raise ValueError(f"{where(node)}: an enable_grad region inside a no_grad region; detach values instead")
         region = getattr(regions, body.target)
         for inner in region.graph.nodes:
             inner.meta["no_grad"] = not grad or node.meta.get("no_grad", False)
         inline_regions(region.graph, region)
         _splice(graph, node, region.graph, operands, detach=not grad)
-    eliminate_dead(graph)
 
 
 def _splice(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: tuple[Any, ...], detach: bool) -> None:
@@ -108,16 +121,17 @@ def _splice(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: tuple[Any,
             results = [emit(graph, aten.detach.default, (r,), r) if isinstance(r, fx.Node) else r for r in results]
     for user in list(node.users):
         assert user.target is operator.getitem, f"region result used by {user.format_node()}"
-        user.replace_all_uses_with(results[user.args[1]])
+        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
         graph.erase_node(user)
     graph.erase_node(node)
 
 
 def drop_assertions(graph: fx.Graph) -> None:
-    """Run-time assertions of export, and the copies it makes of constants, which a pure graph does not need."""
+    """Run-time assertions of export, the sizes that only they read, and the bodies of inlined regions."""
     for node in list(graph.nodes):
-        if schema_name(node) in _ASSERTIONS:
+        if schema_name(node) in ASSERTIONS:
             graph.erase_node(node)
+    eliminate_dead(graph)
 
 
 def functionalise(graph: fx.Graph) -> None:
@@ -133,6 +147,7 @@ def functionalise(graph: fx.Graph) -> None:
             _check_norm(node, "training" if name == "aten::batch_norm" else "use_input_stats")
         elif name == "aten::detach_":
             node.target = aten.detach.default
+            root[node] = root[node.args[0]]
         elif name and node.target._schema.is_mutable:
             _make_functional(graph, node, root, order)
         elif name and (viewed := _viewed(node)) is not None:
@@ -147,7 +162,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
             if declared.alias_info is not None:
                 operand = argument(node, declared.name)
                 return operand if isinstance(operand, fx.Node) else None
-    if schema.name in ("aten::dropout", "aten::type_as"):  # returns its input when it has nothing to do; the schema does not say so
+    # These return their input when they have nothing to do; the schema does not say so.
+    if schema.name in ("aten::dropout", "aten::type_as"):
         return node.args[0]  # type: ignore[return-value]
     return None
 
@@ -166,21 +182,22 @@ def _make_functional(graph: fx.Graph, node: fx.Node, root: dict[fx.Node, fx.Node
     operand = argument(node, written[0])
     twin = _functional_twin(node.target)
     if len(written) != 1 or twin is None or not isinstance(operand, fx.Node):
-        raise ValueError(f"{where(node)} writes to its arguments and has no functional form: use an op that returns a new tensor")
+        raise ValueError(f"{where(node)} writes to its arguments and has no functional form: use an op that does not")
     base = root[operand]
     if base.op != "call_function":
         what = f"{base.meta.get('kind', 'tensor')} {base.meta.get('name', base.name)!r}"
         raise ValueError(
-            f"{where(node)} changes the {what} in place during the forward. Buffer and parameter updates are not part of a Program: "
-            "return the new value instead" + (" (BatchNorm: eval mode, or track_running_stats=False)" if "num_batches" in what else "")
+            f"{where(node)} changes the {what} in place during the forward, which a Program does not do: return the new value "
+            "instead, or leave it out (BatchNorm: eval mode, or track_running_stats=False)"
         )
     if node.meta.get("no_grad") and not base.meta.get("no_grad"):
         raise ValueError(f"{where(node)} changes, under no_grad, a tensor made outside: its gradient would not see the change")
     for other, other_root in root.items():
-        if other_root is base and other is not operand and other is not node and any(order[user] > order[node] for user in other.users):
+        shares = other_root is base and other not in (operand, node)
+        if shares and any(order[user] > order[node] for user in other.users):
             raise ValueError(
-                f"{where(node)} writes through a view, and the tensor it shares memory with is used later: build the result with "
-                "torch.where, torch.cat or select_scatter, or call .clone() first"
+                f"{where(node)} writes to memory that is used later through another view: build the result with torch.where, "
+                "torch.cat or select_scatter, or call .clone() first"
             )
     with graph.inserting_before(node):
         result = emit(graph, twin, node.args, node, **node.kwargs)
@@ -208,7 +225,7 @@ def drop_devices(graph: fx.Graph) -> None:
         name = schema_name(node)
         if not name:
             continue
-        if name in _CASTS:
+        if name in CASTS:
             node.args, node.kwargs, node.target = (node.args[0], node.meta["val"].dtype), {}, aten.to.dtype
             continue
         declared = {a.name for a in node.target._schema.arguments}
@@ -228,6 +245,8 @@ def drop_identities(graph: fx.Graph) -> None:
         idle |= name == "aten::to" and source.meta["val"].dtype == node.meta["val"].dtype
         idle |= name == "aten::dropout" and (not argument(node, "train") or argument(node, "p") == 0)
         if idle:
+            # a module that does nothing still has an output that can be named: what went in
+            source.meta["modules"] = tuple(dict.fromkeys((*source.meta.get("modules", ()), *node.meta.get("modules", ()))))
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     for node in list(graph.nodes):
@@ -241,15 +260,17 @@ def drop_identities(graph: fx.Graph) -> None:
 def unflatten_linear(graph: fx.Graph) -> None:
     """view(-1, K) → addmm → view, as GPT-2's Conv1D writes it, becomes one linear that keeps the leading dimensions apart."""
     for addmm in list(graph.nodes):
-        if addmm.target is not aten.addmm.default or len(addmm.users) != 1 or argument(addmm, "beta") != 1 or argument(addmm, "alpha") != 1:
+        if addmm.target is not aten.addmm.default or len(addmm.users) != 1 or addmm.kwargs:
             continue
         bias, flat, weight = addmm.args
         unflatten = next(iter(addmm.users))
         if not all(schema_name(node) in ("aten::view", "aten::reshape") for node in (flat, unflatten)):
             continue
         x = flat.args[0]
-        wide, narrow, out = x.meta["val"].shape, flat.meta["val"].shape, unflatten.meta["val"].shape
-        if narrow != (wide[:-1].numel(), wide[-1]) or out != (*wide[:-1], addmm.meta["val"].shape[-1]) or bias.meta["val"].dim() != 1:
+        leading, inner, outer = x.meta["val"].shape[:-1], x.meta["val"].shape[-1], addmm.meta["val"].shape[-1]
+        flattened = flat.meta["val"].shape == (leading.numel(), inner)
+        restored = unflatten.meta["val"].shape == (*leading, outer)
+        if not flattened or not restored or bias.meta["val"].dim() != 1:
             continue
         with graph.inserting_before(unflatten):
             transposed = emit(graph, aten.t.default, (weight,), addmm)
@@ -263,11 +284,11 @@ def mark_requires_grad(graph: fx.Graph) -> None:
         if node.op == "placeholder":
             node.meta["requires_grad"] = node.meta.get("trainable", False)
             continue
-        name = schema_name(node).rpartition("::")[2]
-        differentiable = name not in _UNDIFFERENTIABLE and any(_is_float(value) for value in values(node))
+        name = schema_name(node)
+        differentiable = name not in NO_GRADIENT and any(_is_float(value) for value in values(node))
         incoming = any(source.meta.get("requires_grad") for source in node.all_input_nodes)
         node.meta["requires_grad"] = differentiable and incoming
-        if name == "detach" and not incoming:
+        if name == "aten::detach" and not incoming:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

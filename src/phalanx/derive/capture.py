@@ -1,8 +1,8 @@
 """An unmodified module and its loss as pieces of a plain graph, before any mesh.
 
-The module is traced once by torch.export, on stand-ins that have shape and dtype but no memory, so a model of any size is captured in
-seconds. Its values, hooks, attributes and training flags are as before afterwards. What a graph cannot hold raises ValueError with the
-user's own line.
+The module is traced once by torch.export, on stand-ins that have shape and dtype but no memory, so a model of any size is
+captured in seconds. Its values, hooks, attributes and training flags are as before afterwards. What a graph cannot hold raises
+ValueError with the user's own line.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torch.export.graph_signature import InputKind
 
 from phalanx.derive import reject
 from phalanx.derive.canonical import canonicalise
-from phalanx.derive.loss import HINT, loss_tensors, sum_and_count
+from phalanx.derive.loss import loss_tensors, sum_and_count
 from phalanx.derive.program import Captured, Parameter
 from phalanx.derive.segment import run_pieces, segment
 from phalanx.spec import Spec
 
 Loss = Callable[[Any, dict[str, Tensor]], Any]
+Arguments = tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]
+"""Entries that go to forward by position and by name, and what is passed besides."""
 Prepare = Callable[[nn.Module, Mapping[str, Tensor]], contextlib.AbstractContextManager[Any]]
 
 
@@ -46,8 +48,8 @@ def capture(
     loss           (outputs, batch) → (sum, count), or a scalar mean cross entropy; None if the module returns its loss
     microbatch_of  number of microbatches that the batch is split into along dimension 0
     blocks         patterns of the modules to cut at, as in "model.layers.*"; found if None
-    train          capture in training or in evaluation mode; submodules keep their own flags if the module is in that mode already
-    prepare        a context to trace in, called with the module and the example (attention of a model family, for example)
+    train          capture in training or evaluation mode; submodules keep their own flags if the module is in that mode already
+    prepare        a context to trace in, called with the module and the example, for what a model family needs
 
     Raises ValueError, with the user's line where there is one, for what a static graph with exact gradients cannot express.
     """
@@ -65,13 +67,13 @@ def capture(
         exported, printed = _export(step, batch, fake)
     graph, regions = exported.graph_module.graph, exported.graph_module
     _annotate(exported, module, names, list(example))
-    reject.refuse_data_dependent(graph)
     canonicalise(graph, regions)
     sum_and_count(graph)
     cut = segment(graph, blocks)
     if printed:
         lost.append(f"the model printed while it was captured ({printed[:60]!r}...): it prints once, not in every step")
-    read = {source.name for piece in (*cut.pieces, cut.count, *filter(None, [cut.tables])) for source in piece.inputs if source.kind == "batch"}
+    pieces = [*cut.pieces, cut.count, *filter(None, [cut.tables])]
+    read = {source.name for piece in pieces for source in piece.inputs if source.kind == "batch"}
     return Captured(
         pieces=cut.pieces,
         tables=cut.tables,
@@ -95,8 +97,8 @@ def check_capture(
 ) -> float:
     """Compare loss and gradients of the composed pieces with the eager module, on the first microbatch of `example`.
 
-    Returns the largest relative difference. Raises ValueError naming the first tensor that differs by more than 1e-3 of its largest
-    element (5e-2 if a parameter is narrower than float32): rounding stays far below, a wrong graph does not.
+    Returns the largest relative difference. Raises ValueError naming the first tensor that differs by more than 1e-3 of its
+    largest element (5e-2 if a parameter is narrower than float32): rounding stays far below, a wrong graph does not.
     """
     parameters = dict(module.named_parameters())
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -130,7 +132,7 @@ def check_capture(
         error = float((mine - eager).detach().abs().max()) / scale if scale else float((mine - eager).detach().abs().max())
         if not error <= limit:
             raise ValueError(
-                f"the captured graph differs from the module in the {name}: relative difference {error:.2e}, allowed {limit:.0e}"
+                f"the captured graph differs from the module in the {name}: by {error:.2e} of its size, allowed {limit:.0e}"
             )
         worst = max(worst, error)
     return worst
@@ -139,7 +141,7 @@ def check_capture(
 class _Step(nn.Module):
     """Forward and loss as one function of the batch: returns (sum, count), or (mean,)."""
 
-    def __init__(self, module: nn.Module, loss: Loss | None, arguments: tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]) -> None:
+    def __init__(self, module: nn.Module, loss: Loss | None, arguments: Arguments) -> None:
         super().__init__()
         self.module = module
         self.positional, self.keywords, self.fixed = arguments
@@ -180,25 +182,25 @@ def _export(step: _Step, batch: dict[str, Tensor], fake: FakeTensorMode) -> tupl
 
 def _microbatch_shape(name: str, value: Tensor, microbatches: int) -> tuple[int, ...]:
     if not isinstance(value, Tensor):
-        raise ValueError(f"batch entry {name!r} is a {type(value).__name__}; every entry is a tensor with the batch as dimension 0")
+        raise ValueError(f"batch entry {name!r} is a {type(value).__name__}; entries are tensors, dimension 0 the batch")
     if value.dim() == 0 or value.shape[0] % microbatches:
         raise ValueError(f"batch entry {name!r} of shape {tuple(value.shape)} does not split into {microbatches} microbatches")
     return (value.shape[0] // microbatches, *value.shape[1:])
 
 
-def _arguments(module: nn.Module, example: Mapping[str, Tensor]) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
-    """Which entries go to forward by position and which by name, and what is passed besides."""
+def _arguments(module: nn.Module, example: Mapping[str, Tensor]) -> Arguments:
     parameters = inspect.signature(module.forward).parameters
     kinds = inspect.Parameter
     positional = tuple(n for n, p in parameters.items() if p.kind is kinds.POSITIONAL_ONLY and n in example)
-    keywords = tuple(n for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY) and n in example)
+    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    keywords = tuple(n for n, p in parameters.items() if p.kind in by_name and n in example)
     named = [n for n, p in parameters.items() if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
     if not named and any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
         keywords = tuple(example)
     missing = [n for n in named if parameters[n].default is kinds.empty and n not in example]
     if missing or not (positional or keywords):
         raise ValueError(
-            f"{type(module).__name__}.forward takes {', '.join(parameters)}, but the batch has {', '.join(example) or 'nothing'}"
+            f"{type(module).__name__}.forward takes {', '.join(parameters)} and the batch has {', '.join(example) or 'nothing'}"
             + (f": {', '.join(missing)} is missing" if missing else "")
             + ". Entries are passed by name: name them as the forward does"
         )
@@ -213,7 +215,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     names: dict[str, str] = {}
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
-            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            if nn.parameter.is_lazy(tensor):
                 raise ValueError(f"{name!r} has no shape yet (a lazy module): run the model once before it is captured")
             names[name] = first.setdefault(id(tensor), name)
     return names
@@ -225,7 +227,8 @@ def _described(named: Iterator[tuple[str, Tensor]], names: Mapping[str, str]) ->
     for name, tensor in named:
         if names[name] == name:
             aliases = tuple(other for other, first in names.items() if first == name and other != name)
-            found[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, Spec.replicated(tensor.dim()), aliases, tensor.requires_grad)
+            spec = Spec.replicated(tensor.dim())
+            found[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, spec, aliases, tensor.requires_grad)
     return found
 
 
@@ -248,31 +251,36 @@ def _flags(module: nn.Module) -> Iterator[None]:
 def _stand_ins(module: nn.Module, names: Mapping[str, str]) -> Iterator[FakeTensorMode]:
     """Put memoryless tensors in the place of all parameters and buffers; on leaving, every attribute is as it was.
 
-    They pretend to be on the device of the real ones, and on the CPU if those are meta, so that they mix with the constants that a
-    forward makes.
+    They pretend to be on the device of the real ones, and on the CPU if those are meta, so that they mix with the constants
+    that a forward makes.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    before = [(child, dict(child.__dict__), [dict(d) for d in (child._parameters, child._buffers, child._modules)]) for child in module.modules()]
+    before = [(child, dict(child.__dict__), [dict(part) for part in _registered(child)]) for child in module.modules()]
     made: dict[int, Tensor] = {}
     try:
         for path, child in module.named_modules():
-            for tensors in (child._parameters, child._buffers):
+            for tensors in _registered(child)[:2]:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         if id(tensor) not in made:
                             made[id(tensor)] = _stand_in(tensor, fake)
-                        tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+                        tensors[name] = made[id(tensor)]
             for name, value in child.__dict__.items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    raise ValueError(f"{path + '.' if path else ''}{name} is a meta tensor but no buffer, so it has no value: register_buffer it")
+                    full = f"{path}.{name}" if path else name
+                    raise ValueError(f"{full} is a meta tensor but no buffer, so it has no value: register_buffer it")
         yield fake
     finally:
         for child, attributes, registered in before:
             child.__dict__.clear()
             child.__dict__.update(attributes)
-            for current, saved in zip((child._parameters, child._buffers, child._modules), registered, strict=True):
+            for current, saved in zip(_registered(child), registered, strict=True):
                 current.clear()
                 current.update(saved)
+
+
+def _registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers, module._modules
 
 
 def _stand_in(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
@@ -315,10 +323,11 @@ def _regions(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _as_constant(graph: fx.Graph, node: fx.Node, value: Any, name: str) -> None:
+    own = name.removeprefix("module.")
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.is_meta:
-        raise ValueError(f"the model uses {name.removeprefix('module.')!r}, which has no value when it is captured: make it a buffer or an input")
+        raise ValueError(f"the model uses {own!r}, which has no value when it is captured: make it a buffer or an input")
     if value.requires_grad:
-        raise ValueError(f"the model uses {name.removeprefix('module.')!r}, a tensor that requires grad but is no parameter: register it")
+        raise ValueError(f"the model uses {own!r}, a tensor that requires grad but is no parameter: register it")
     with graph.inserting_before(node):
         constant = graph.create_node("get_attr", name)
     constant.meta = {**node.meta, "constant": value.detach().clone()}

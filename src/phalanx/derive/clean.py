@@ -5,6 +5,8 @@ Each pass is a function of the graph; `simplify` names them in order. What may b
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Hashable
 from typing import Any
@@ -49,34 +51,39 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     found = schema(node)
     if found is None or not found.is_mutable:
         return []
-    bound = {argument.name: value for argument, value in zip(found.arguments, node.args, strict=False)} | node.kwargs
-    return [
-        bound[a.name]  # type: ignore[misc]
-        for a in found.arguments
-        if a.alias_info is not None and a.alias_info.is_write and isinstance(bound.get(a.name), fx.Node)
-    ]
+    bound: dict[str, Any] = dict(zip((a.name for a in found.arguments), node.args, strict=False)) | dict(node.kwargs)
+    written = [bound.get(a.name) for a in found.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [value for value in written if isinstance(value, fx.Node)]
 
 
 def is_view(node: fx.Node) -> bool:
     """True if a node's value shares the storage of its first argument."""
     if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
+        return is_view(base(node))
     if node.target in UNDECLARED_VIEWS:
         return True
     found = schema(node)
     return found is not None and not found.is_mutable and any(r.alias_info is not None for r in found.returns)
 
 
+def base(node: fx.Node) -> fx.Node:
+    """The first argument of a view."""
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
 def view_root(node: fx.Node) -> fx.Node:
     """The value that owns the storage of `node`."""
     while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = base(node)
     return node
 
 
 def assert_functional(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        assert node.op in ("placeholder", "get_attr", "output", "call_function"), f"{node.format_node()} is not a plain operator"
+        plain = node.op in ("placeholder", "get_attr", "output", "call_function")
+        assert plain, f"{node.format_node()} is not a plain operator"
         assert not mutated(node), f"{node.format_node()} writes its argument"
 
 
@@ -85,16 +92,16 @@ def functionalise(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         for target in mutated(node):
             name, overload = node.target._schema.name.split("::")[1], node.target._overloadname
-            functional = getattr(getattr(getattr(torch.ops, node.target.namespace), name.removesuffix("_")), overload, None)
+            packet = getattr(getattr(torch.ops, node.target.namespace), name.removesuffix("_"), None)
+            functional = getattr(packet, overload, None)
             alive = [n for n in graph.nodes if view_root(n) is view_root(target) and any(node < user for user in n.users)]
             fresh = target.op == "call_function" and not is_view(target)
             if not (name.endswith("_") and functional and fresh and set(alive) <= {target}):
                 raise ValueError(
-                    f"{node.format_node()} (from {node.meta.get('source', 'an unknown line')}) writes a tensor that is seen elsewhere; "
-                    "write it without the in-place operator"
+                    f"{node.target} (from {_source(node)}) writes a tensor that is seen elsewhere; use its functional form"
                 )
             node.target = functional
-            target.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: node < user)  # type: ignore[misc]
+            target.replace_all_uses_with(node, delete_user_cb=functools.partial(operator.lt, node))
 
 
 def reject_randomness(graph: fx.Graph) -> None:
@@ -102,10 +109,12 @@ def reject_randomness(graph: fx.Graph) -> None:
         found = schema(node)
         if found is None or torch.Tag.nondeterministic_seeded not in node.target.tags:
             continue
-        dropout = dict(zip((a.name for a in found.arguments), node.args, strict=False)) | node.kwargs
-        if dropout.get("dropout_p", None if "dropout_p" not in {a.name for a in found.arguments} else 0.0) != 0.0:
+        names = [a.name for a in found.arguments]
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        attention_without_dropout = "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+        if not attention_without_dropout:
             raise ValueError(
-                f"{node.target} (from {node.meta.get('source', 'an unknown line')}) draws from torch's generator, "
+                f"{node.target} (from {_source(node)}) draws from torch's generator, "
                 "so that its result would depend on the layout and on recomputation"
             )
 
@@ -114,13 +123,13 @@ def add_nothing(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
             for zero, other in (node.args, node.args[::-1]):
-                if isinstance(zero, fx.Node) and zero.target in ZEROS and isinstance(other, fx.Node) and _same_layout(node, other):
+                if isinstance(zero, fx.Node) and zero.target in ZEROS and _same_layout(node, other):
                     _replace(node, other)
                     break
 
 
 def join_slices(graph: fx.Graph) -> None:
-    """A sum of slice_backwards that tile their dimension is a concatenation: one pass instead of a zero fill, a copy and an add each."""
+    """A sum of slice_backwards that tile a dimension is a concatenation, in one pass instead of three for each slice."""
     tiles: dict[fx.Node, tuple[int, list[tuple[int, int, fx.Node]]]] = {}
     for node in list(graph.nodes):
         if node.target is aten.slice_backward.default:
@@ -133,9 +142,9 @@ def join_slices(graph: fx.Graph) -> None:
             if dim != dim2 or node.args[0] is node.args[1]:
                 continue
             joined = sorted(left + right, key=lambda tile: tile[0])
-            if any(a[1] > b[0] for a, b in zip(joined, joined[1:], strict=False)):
+            if any(a[1] > b[0] for a, b in itertools.pairwise(joined)):
                 continue
-            whole = all(a[1] == b[0] for a, b in zip(joined, joined[1:], strict=False))
+            whole = all(a[1] == b[0] for a, b in itertools.pairwise(joined))
             if whole and joined[0][0] == 0 and joined[-1][1] == node.meta["val"].shape[dim]:
                 node.target, node.args = aten.cat.default, ([tile[2] for tile in joined], dim)
             else:
@@ -156,9 +165,9 @@ def merge_equal(graph: fx.Graph) -> None:
 
 
 def fold_views(graph: fx.Graph) -> None:
-    """Replace a view by the earliest value of the same storage that looks the same, else by one view of the root where that is contiguous.
+    """Replace a view by the earliest value of its storage that looks the same, or chained reshapes by one.
 
-    Two views of a root that agree in shape, strides and offset for the strides seen while tracing map indices alike for any strides.
+    Two views of a root that agree in shape, strides and offset while tracing map indices alike whatever the root's strides.
     """
     seen: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
@@ -173,22 +182,26 @@ def fold_views(graph: fx.Graph) -> None:
             continue
         if not is_view(node) or node.target is operator.getitem:
             continue
-        parent = node.args[0]
-        while is_view(parent) and parent.target is not operator.getitem and _reshapes(parent.args[0], value):
-            parent = parent.args[0]
-        if parent is not node.args[0] and _reshapes(parent, value):
+        parent = base(node)
+        while is_view(parent) and parent.target is not operator.getitem and _reshapes(base(parent), value):
+            parent = base(parent)
+        if parent is not base(node):
             node.target, node.args, node.kwargs = aten.view.default, (parent, list(value.shape)), {}
 
 
 def compute_before_expanding(graph: fx.Graph) -> None:
-    """A scalar operation on an expanded value is done once per element of the small one, when only broadcasting operators read it."""
+    """Operate with a scalar before an expand rather than after it, where only broadcasting operators read the result."""
     for node in list(graph.nodes):
         source = node.args[0] if node.target in SCALAR else None
-        if not isinstance(source, fx.Node) or source.target is not aten.expand.default:
+        if source is None or source.target is not aten.expand.default:
             continue
-        if not all(user.target in BROADCASTING and any(_same_layout(node, a) for a in user.args if a is not node) for user in node.users):
+        # The other operand then has the layout that the result would get from this one.
+        if not all(
+            user.target in BROADCASTING and any(_same_layout(node, a) for a in user.args if a is not node)
+            for user in node.users
+        ):
             continue
-        small = source.args[0]
+        small = base(source)
         with graph.inserting_before(node):
             result = graph.call_function(node.target, (small, *node.args[1:]), node.kwargs)
         result.meta = {**node.meta, "val": node.target(small.meta["val"], *node.args[1:], **node.kwargs)}
@@ -196,9 +209,9 @@ def compute_before_expanding(graph: fx.Graph) -> None:
         node.meta["val"] = result.meta["val"].expand(source.args[1])
 
 
-def _reshapes(base: fx.Node, value: Tensor) -> bool:
-    """True if `value` is `base` with its elements in the same order, both contiguous."""
-    other = base.meta.get("val")
+def _reshapes(node: fx.Node, value: Tensor) -> bool:
+    """True if `value` has the elements of `node` in the same order, both contiguous."""
+    other = node.meta.get("val")
     return (
         isinstance(other, Tensor)
         and other.is_contiguous()
@@ -211,11 +224,11 @@ def _reshapes(base: fx.Node, value: Tensor) -> bool:
 
 def _same_layout(node: fx.Node, other: Any) -> bool:
     a, b = node.meta.get("val"), other.meta.get("val") if isinstance(other, fx.Node) else None
-    return (
-        isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and (a.dtype, a.device, a.shape, a.stride(), a.layout) == (b.dtype, b.device, b.shape, b.stride(), b.layout)
-    )
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and _layout(a) == _layout(b)
+
+
+def _layout(x: Tensor) -> Hashable:
+    return x.dtype, x.device, x.layout, tuple(x.shape), x.stride()
 
 
 def _is_first_power(node: fx.Node) -> bool:
@@ -238,8 +251,10 @@ def _key(value: Any) -> Hashable:
     return value if isinstance(value, fx.Node) else (type(value), repr(value))
 
 
+def _source(node: fx.Node) -> str:
+    return str(node.meta.get("source", "an unknown line"))
+
+
 def _replace(node: fx.Node, other: Any) -> None:
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
-
-

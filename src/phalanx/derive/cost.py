@@ -15,7 +15,7 @@ GATHERS = {torch.ops.aten.embedding.default, torch.ops.aten.index_select.default
 
 
 def flops(graph: fx.Graph) -> float:
-    """2 per multiply-add of matrix products, convolutions and attention (causal counted in full); pointwise work counts nothing."""
+    """2 per multiply-add of matrix products, convolutions and attention (causal in full). Pointwise work counts nothing."""
     return float(sum(_node_flops(node) for node in graph.nodes if node.op == "call_function"))
 
 
@@ -35,8 +35,8 @@ def bytes_moved(graph: fx.Graph) -> int:
 
 def stored_bytes(nodes: list[fx.Node]) -> int:
     """Memory that keeping these values keeps: the storages behind them, each once."""
-    storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for n in nodes if isinstance(v := n.meta.get("val"), Tensor)}
-    return sum(storages.values())
+    storages = [v.untyped_storage() for n in nodes if isinstance(v := n.meta.get("val"), Tensor)]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 def _nbytes(value: Any) -> int:
@@ -49,10 +49,13 @@ def _node_flops(node: fx.Node) -> float:
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     packet = node.target.overloadpacket
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
+    values: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = values
     name = node.target._schema.name.split("::")[1]
+    if name.startswith("_scaled_dot_product") and name.endswith("backward"):
+        return _attention_flops(args[1:4], products=(3, 2))
     if name.startswith("_scaled_dot_product"):
-        return _attention_flops(args[1:4], products=(3, 2)) if name.endswith("backward") else _attention_flops(args[:3], products=(1, 1))
+        return _attention_flops(args[:3], products=(1, 1))
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
     return 0.0
@@ -65,4 +68,4 @@ def _attention_flops(qkv: Any, products: tuple[int, int]) -> float:
     """
     query, key, value = qkv
     scores = query.shape[0] * query.shape[1] * query.shape[-2] * key.shape[-2]
-    return 2.0 * scores * (products[0] * query.shape[-1] + products[1] * value.shape[-1])
+    return float(2 * scores * (products[0] * query.shape[-1] + products[1] * value.shape[-1]))

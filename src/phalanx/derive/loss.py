@@ -6,7 +6,7 @@ A loss that is one mean cross entropy is rewritten; nothing is guessed about any
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -40,11 +40,11 @@ def loss_tensors(outputs: Any, explicit: bool) -> tuple[Tensor, ...]:
 def sum_and_count(graph: fx.Graph) -> None:
     """Make the graph's output (sum, count). Raises ValueError if a single output is not a mean cross entropy."""
     output = graph.output_node()
-    results = output.args[0]
+    results = cast(tuple[fx.Node, ...], tuple(cast(Any, output.args[0])))
     if len(results) == 1:
         results = _split_mean(graph, results[0])
         output.args = (results,)
-    _check(graph, *results)
+    _check(*results)
 
 
 def _split_mean(graph: fx.Graph, mean: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -80,20 +80,29 @@ def _keeps_a_mean(node: fx.Node) -> bool:
     name = schema_name(node)
     if name in ("aten::mul", "aten::div"):
         factor = node.args[1]
-        return isinstance(node.args[0], fx.Node) and isinstance(factor, int | float) and math.isfinite(factor) and len(node.args) == 2
+        return (
+            isinstance(node.args[0], fx.Node)
+            and isinstance(factor, int | float)
+            and math.isfinite(factor)
+            and len(node.args) == 2
+        )
     return name == "aten::to" and node.meta["val"].dtype.is_floating_point
 
 
-def _check(graph: fx.Graph, losses: fx.Node, count: fx.Node) -> None:
+def _check(losses: fx.Node, count: fx.Node) -> None:
     if not losses.meta["requires_grad"]:
         raise ValueError("the loss does not depend on any trainable parameter")
-    reads_batch = False
+    if not _reads_batch(losses):
+        raise ValueError("the loss does not depend on the batch")
     for node in ancestors(count):
         if node.meta.get("kind") in ("parameter", "buffer"):
             raise ValueError(f"the count of the loss depends on the {node.meta['kind']} {node.meta['name']!r}: {HINT}")
-        reads_batch |= node.meta.get("kind") == "batch entry"
-    if not reads_batch:
+    if not _reads_batch(count):
         raise ValueError(f"the count of the loss is a constant, which says nothing about a part of the batch: {HINT}")
+
+
+def _reads_batch(node: fx.Node) -> bool:
+    return any(source.meta.get("kind") == "batch entry" for source in ancestors(node))
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:

@@ -38,19 +38,22 @@ def lower(
     hints: Mapping[str, Spec],
     *,
     keep_partial: bool = False,
+    device: torch.device | str = "cpu",
 ) -> SegmentClass:
-    """Lower one piece. `hints` are the declared states of module outputs, by module path; `keep_partial` leaves the results partial.
+    """Lower one piece. `hints` are the declared states of module outputs, by module path; `keep_partial` leaves the results partial;
+    tensors made from nothing are made on `device`.
 
     Raises ValueError, with operator, module and source line, for what cannot be split correctly.
     """
-    return _Lowering(piece, mesh, params, buffers, inputs, hints, keep_partial).run()
+    return _Lowering(piece, mesh, params, buffers, inputs, hints, keep_partial, torch.device(device)).run()
 
 
 class _Lowering:
     def __init__(
         self, piece: Piece, mesh: Mesh, params: Sequence[Value], buffers: Sequence[Value], inputs: Sequence[Value],
-        hints: Mapping[str, Spec], keep_partial: bool,
+        hints: Mapping[str, Spec], keep_partial: bool, device: torch.device,
     ) -> None:  # fmt: skip
+        self.device = device
         self.piece, self.mesh, self.keep_partial = piece, mesh, keep_partial
         self.params, self.buffers, self.inputs = tuple(params), tuple(buffers), tuple(inputs)
         self.graph = fx.Graph()
@@ -274,9 +277,11 @@ class _Lowering:
         return results
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
         meta_args, meta_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with torch.device("meta"), torch.no_grad():
+        if _makes_tensor(target):
+            kwargs, meta_kwargs = {**kwargs, "device": self.device}, {**meta_kwargs, "device": "meta"}
+        node = self.graph.call_function(target, args, kwargs)
+        with torch.no_grad():
             value = node.meta["val"] = target(*meta_args, **meta_kwargs)
         first = value[0] if isinstance(value, (tuple, list)) else value
         flows = any(n.meta.get("grad") for n in node.all_input_nodes) and target is not aten.detach.default
@@ -371,3 +376,12 @@ def _hints_by_node(graph: fx.Graph, hints: Mapping[str, Spec]) -> dict[fx.Node, 
 def _inside(node: fx.Node, path: str) -> bool:
     modules: Iterable[str] = node.meta.get("modules", ())
     return path in modules
+
+
+def _makes_tensor(target: Any) -> bool:
+    """True for an operator that makes a tensor from no other and so must be told where."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    arguments = target._schema.arguments
+    has_tensor = any("Tensor" in str(argument.type) for argument in arguments)
+    return not has_tensor and any(argument.name == "device" for argument in arguments)

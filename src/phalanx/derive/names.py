@@ -19,7 +19,9 @@ from phalanx.mesh import Mesh
 from phalanx.spec import Spec
 
 Layout = Mapping[str, str | Sequence[str]]
-COUNTED = ("heads", "kv_heads")
+KV_HEADS = "kv_heads"
+"""Goes where `heads` goes unless the layout places it. With fewer of them than ranks their projections stay replicated."""
+COUNTED = ("heads", KV_HEADS)
 """Dimensions that are split between whole heads."""
 
 
@@ -83,6 +85,8 @@ def _axes_of_names(layout: Layout, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         if len(set(split)) != len(split):
             raise ValueError(f"layout {name}={'+'.join(split)} names an axis twice")
         placed[name] = split
+    if "heads" in placed:
+        placed.setdefault(KV_HEADS, placed["heads"])
     return placed
 
 
@@ -99,10 +103,12 @@ def _check_patterns(
 
 
 def _check_names_used(placed: Mapping[str, tuple[str, ...]], names: Mapping[str, str]) -> None:
-    known = {"batch"} | {name for dims in names.values() for name in dims.split()}
+    known = {"batch", KV_HEADS} | {name for dims in names.values() for name in dims.split()}
     for name in placed:
         if name not in known:
-            raise ValueError(f"layout places {name!r}, which names no dimension{_closest(name, sorted(known))}; names in use: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"layout places {name!r}, which names no dimension{_closest(name, sorted(known))}; names in use: {', '.join(sorted(known))}"
+            )
 
 
 def _place_parameter(
@@ -134,7 +140,7 @@ def _spec(
         ranks = mesh.extent(axes)
         count = heads.get((p.name, dim))
         if name in COUNTED and count is not None and ranks > 1:
-            if name == "kv_heads" and ranks > count and ranks % count == 0:
+            if name == KV_HEADS and ranks > count and ranks % count == 0:
                 axes, ranks = (), 1
             elif count % ranks:
                 raise ValueError(f"{p.name}: {count} {name} do not divide over {_axes(axes, ranks)}{_nearest(count, ranks)}")

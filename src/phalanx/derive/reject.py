@@ -1,7 +1,7 @@
 """What a capture would get silently wrong, found and refused with the user's own line.
 
-Export traces the forward only: the backward of a custom `autograd.Function` and gradient hooks vanish from it, so both are looked for
-while the model runs. Nothing here changes a model or a graph.
+Export traces the forward only: the backward of a custom `autograd.Function` and gradient hooks vanish from it, so both are
+looked for while the model runs. Nothing here changes a model or a graph.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class GradientHookGuard(TorchFunctionMode):
         if func in _GRADIENT_HOOKS:
             line = user_line((frame.filename, frame.lineno or 0) for frame in traceback.extract_stack())
             raise ValueError(
-                f"{line or 'the model'} calls {func.__name__} on an activation. A captured graph has no tensor hooks, so its gradients "
-                "would silently differ. Write the change of the gradient as an op with its own backward (torch.library.custom_op and "
-                "register_autograd), or remove the hook"
+                f"{line or 'the model'} calls {func.__name__} on an activation. A captured graph has no tensor hooks, so its "
+                "gradients would silently differ. Write the change of the gradient as an op with its own backward "
+                "(torch.library.custom_op and register_autograd), or remove the hook"
             )
         return func(*args, **(kwargs or {}))
 
 
-def custom_functions(outputs: Iterable[Tensor]) -> list[BackwardCFunction]:
+def custom_functions(outputs: Iterable[Tensor]) -> list[Any]:
     """Custom autograd Functions that the gradient of `outputs` passes through; torch's own module-hook Function is not one."""
     stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen: set[Any] = set()
@@ -91,7 +91,7 @@ def custom_functions(outputs: Iterable[Tensor]) -> list[BackwardCFunction]:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) and node.name() != "BackwardHookFunctionBackward":
+        if isinstance(node, BackwardCFunction) and type(node).__name__ != "BackwardHookFunctionBackward":
             found.append(node)
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
     return found
@@ -106,15 +106,15 @@ def refuse_custom_functions(run: Callable[[], Iterable[Tensor]]) -> NoReturn:
             functions = custom_functions(run())
     places = sorted({_place_of_function(function) for function in functions})
     hint = (
-        "Only the forward of a custom autograd.Function is captured; its backward would be silently replaced by the derivative of its "
-        "forward. Make it an op with torch.library.custom_op and register_autograd, which is captured whole"
+        "Only the forward of a custom autograd.Function is captured; its backward would be silently replaced by the derivative "
+        "of its forward. Make it an op with torch.library.custom_op and register_autograd, which is captured whole"
     )
     if any("CheckpointFunction" in place for place in places):
-        hint = "Reentrant checkpointing is such a Function: call checkpoint(..., use_reentrant=False) or leave recomputation to the run"
+        hint = "Reentrant checkpointing is such a Function: call checkpoint(..., use_reentrant=False), or do not checkpoint"
     raise ValueError(f"the model calls custom autograd Functions: {'; '.join(places)}. {hint}")
 
 
-def _place_of_function(node: BackwardCFunction) -> str:
+def _place_of_function(node: Any) -> str:
     lines = "".join(node.metadata.get("traceback_", []))
     return f"{node.name().removesuffix('Backward')} at {line_of_trace(lines) or 'an unknown line'}"
 
@@ -124,8 +124,8 @@ def hook_warnings(module: nn.Module) -> list[str]:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks:
             raise ValueError(
-                f"parameter {name!r} has a gradient hook (register_hook). A captured graph has no tensor hooks, so its gradient would "
-                "silently differ: remove the hook, or change the gradient with the optimizer's options"
+                f"parameter {name!r} has a gradient hook (register_hook). A captured graph has no tensor hooks, so its gradient "
+                "would silently differ: remove the hook"
             )
     lost = [
         f"parameter {name!r} has a post-accumulate gradient hook, which never runs"
@@ -135,7 +135,9 @@ def hook_warnings(module: nn.Module) -> list[str]:
     for name, child in module.named_modules():
         place = f"module {name or type(child).__name__!r}"
         if child._forward_hooks or child._forward_pre_hooks:
-            lost.append(f"{place} has forward hooks: they ran once, during capture; what they return is in the graph, nothing else is")
+            lost.append(
+                f"{place} has forward hooks: they ran once, during capture; what they return is in the graph, nothing else is"
+            )
         if child._backward_hooks or child._backward_pre_hooks:
             lost.append(f"{place} has backward hooks: they never run, and a gradient that they change is not changed")
     return lost
@@ -153,6 +155,6 @@ def refuse_data_dependent(graph: fx.Graph) -> None:
 
 def data_dependent_message(place: str) -> str:
     return (
-        f"the model depends on values that are known only at run time: {place}. A Program has static shapes and no branches on data: "
-        "use torch.where or masking instead of `if`, .item(), nonzero or boolean indexing"
+        f"the model depends on values that are known only at run time: {place}. A Program has static shapes and no branches on "
+        "data: use torch.where or masking instead of `if`, .item(), nonzero or boolean indexing"
     )

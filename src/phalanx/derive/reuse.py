@@ -1,7 +1,7 @@
 """Let pointwise operators write over an operand that dies there: fewer allocations and page faults, the same bits.
 
-Runs last, on a finished executable graph. Only storage made in this graph by an operator known to return a fresh tensor is written, and
-only when nothing that shares it is used afterwards or returned.
+Runs last, on a finished executable graph. Only storage made in this graph by an operator known to return a fresh tensor is
+written, and only when nothing that shares it is used afterwards or returned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from phalanx.derive.clean import view_root
+from phalanx.derive.clean import base, view_root
 
 aten = torch.ops.aten
 
@@ -67,15 +67,14 @@ FRESH = frozenset(FORMS) | {
 def write_over_the_dead(graph: fx.Graph) -> None:
     """Rewrite, in place, every eligible node of `graph`."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    owner: dict[fx.Node, fx.Node] = {}
-    """The node whose storage each value lives in, following views and writes."""
+    owner = {node: view_root(node) for node in graph.nodes}
+    """The node that made the storage of each value."""
     last: dict[fx.Node, int] = {}
     """Of each owner: the position of the last use of any value that lives there."""
-    for node in graph.nodes:
-        root = view_root(node)
-        owner[node] = root if root is not node else node
-        last[owner[node]] = max([last.get(owner[node], 0), *(order[user] for user in node.users)])
+    for node, root in owner.items():
+        last[root] = max([last.get(root, 0), *(order[user] for user in node.users)])
     homes: dict[fx.Node, fx.Node] = {}
+    """Of each node that was made to write: the owner of what it writes."""
     for node in list(graph.nodes):
         form = FORMS.get(node.target)
         if form is None or _scaled(node):
@@ -108,25 +107,20 @@ def _home(node: fx.Node, homes: dict[fx.Node, fx.Node]) -> fx.Node:
 
 def _scaled(node: fx.Node) -> bool:
     """add(a, b, alpha=2) does not commute, and is rare."""
-    return node.target in (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar) and ("alpha" in node.kwargs or len(node.args) > 2)
+    with_alpha = (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
+    return node.target in with_alpha and ("alpha" in node.kwargs or len(node.args) > 2)
 
 
 def _is_fresh(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        node = node.args[0]  # type: ignore[assignment]
+        node = base(node)
     return node.op == "call_function" and node.target in FRESH
 
 
 def _looks_alike(node: fx.Node, operand: fx.Node) -> bool:
     """The result fits over the operand: equal dtype, shape and strides, every element at its own address."""
     a, b = node.meta["val"], operand.meta["val"]
-    return (
-        isinstance(b, Tensor)
-        and a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and _is_dense(b)
-    )
+    return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and _is_dense(b)
 
 
 def _is_dense(x: Tensor) -> bool:

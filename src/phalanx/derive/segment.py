@@ -1,8 +1,8 @@
 """The captured graph cut into pieces: prologue, blocks, epilogue with the loss, plus what depends on no parameter.
 
-Blocks are the indexed children of a container (`model.layers.0`, `.1`, ...) in the order in which they run. A value used beyond the
-next piece is handed through every piece between. Values that depend on no parameter are computed where they are used, or by `tables`
-if more than one piece uses them. Pieces with equal keys compute the same function of their placeholders.
+Blocks are the indexed children of a container (`model.layers.0`, `.1`, ...) in the order in which they run. A value used beyond
+the next piece is handed through every piece between. Values that depend on no parameter are computed where they are used, or by
+`tables` if more than one piece uses them. Pieces with equal keys compute the same function of their placeholders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -43,15 +43,14 @@ class Cut:
 def segment(graph: fx.Graph, blocks: str | None = None) -> Cut:
     """Cut a canonical graph whose output is (sum, count). Placeholders carry meta "kind" and "name".
 
-    blocks: patterns of module paths, as in "model.layers.*"; None finds the repeated blocks. Raises ValueError for a pattern that
-    matches no module that ran.
+    blocks: patterns of module paths, as in "model.layers.*"; None finds the repeated blocks. Raises ValueError for a pattern
+    that matches no module that ran.
     """
-    losses, count = graph.output_node().args[0]  # type: ignore[misc]
-    assert isinstance(losses, fx.Node)
-    assert isinstance(count, fx.Node)
+    losses, count = cast(tuple[fx.Node, fx.Node], graph.output_node().args[0])
     alone, dependent = _dependence(graph)
     home, names = _place(dependent, alone, _block_paths(graph, blocks), merge_empty=blocks is None)
     last = len(names) - 1
+    assert home[losses] == last, f"the loss is in piece {home[losses]} of {len(names)}"
     needed = _needed_by(graph, home, alone)
     tables = {node for node, pieces in needed.items() if len(pieces) > 1 and not _is_scalar_constant(node)}
 
@@ -110,7 +109,9 @@ def _block_paths(graph: fx.Graph, blocks: str | None) -> set[str]:
             matched = {path for path in paths if _path_matches(path, pattern)}
             if not matched:
                 indexed = sorted({re.sub(r"\.\d+$", ".*", path) for path in paths if re.search(r"(^|\.)\d+$", path)})
-                raise ValueError(f"blocks={pattern!r} matches no module that ran; indexed modules are {', '.join(indexed) or 'absent'}")
+                raise ValueError(
+                    f"blocks={pattern!r} matches no module that ran; indexed modules are {', '.join(indexed) or 'absent'}"
+                )
             chosen |= matched
         nested = [path for path in chosen if any(path.startswith(other + ".") for other in chosen)]
         return chosen.difference(nested)
@@ -123,7 +124,7 @@ def _path_matches(path: str, pattern: str) -> bool:
 
 
 def _repeated_children(graph: fx.Graph) -> set[str]:
-    """Children of the containers whose repeated, indexed children make up most of the graph: one container, or disjoint ones."""
+    """Children of the container, or disjoint containers, whose repeated, indexed children make up most of the graph."""
     sizes: dict[str, Counter[str]] = defaultdict(Counter)  # container → child → nodes
     types: dict[str, str] = {}
     computing = [node for node in graph.nodes if node.op == "call_function" and "calls" in node.meta]
@@ -155,7 +156,7 @@ def _within(path: str, container: str) -> bool:
 
 
 def _dependence(graph: fx.Graph) -> tuple[set[fx.Node], list[fx.Node]]:
-    """What depends on parameters alone, and the calls that belong to one piece: they depend on a parameter and more, or on chance.
+    """What depends on parameters alone, and the calls that have one home: those that depend on more as well, or on chance.
 
     What depends on parameters alone (a transpose, a cast) is made again by every piece that uses it.
     """
@@ -165,10 +166,11 @@ def _dependence(graph: fx.Graph) -> tuple[set[fx.Node], list[fx.Node]]:
         sources = node.all_input_nodes
         if node.meta.get("kind") == "parameter":
             alone.add(node)
-        elif node.op == "call_function" and sources and not is_random(node) and all(source in alone for source in sources):
-            alone.add(node)
-        elif node.op == "call_function" and (is_random(node) or any(source in alone or source in dependent for source in sources)):
-            dependent[node] = None
+        elif node.op == "call_function":
+            if sources and not is_random(node) and alone.issuperset(sources):
+                alone.add(node)
+            elif is_random(node) or any(source in alone or source in dependent for source in sources):
+                dependent[node] = None
     return alone, list(dependent)
 
 
@@ -177,8 +179,8 @@ def _place(
 ) -> tuple[dict[fx.Node, int], list[str]]:
     """The piece of every node in `dependent`, and the names of the pieces in order.
 
-    Nodes are in the order in which the model ran, so a new piece starts wherever another block does. What runs between two blocks
-    belongs to the first; what runs after the last block is the epilogue. Without blocks there is one piece.
+    Nodes are in the order in which the model ran, so a new piece starts wherever another block does. What runs between two
+    blocks belongs to the first; what runs after the last block is the epilogue. Without blocks there is one piece.
     """
     if not blocks:
         return dict.fromkeys(dependent, 0), ["epilogue"]

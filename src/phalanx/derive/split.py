@@ -1,8 +1,8 @@
 """The executable graphs of a segment class: F, B, its split I and W, and E, cut from one trace of forward and backward.
 
-A cut is a choice of which values cross it. Parameters are arguments on both sides, so neither they nor anything computed from parameters
-alone crosses, nor do two views of one storage; everything else is a walk over the joint graph. Cutting never computes a value on both
-sides, except views and what parameters alone give (and, by request, the whole forward).
+A cut is a choice of which values cross it. Parameters are arguments on both sides, so neither they nor anything computed from
+them alone crosses, nor do two views of one storage; everything else is a walk over the joint graph. No value is computed on
+both sides, except views and what parameters alone give (and, by request, the whole forward).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def split(
 ) -> Graphs:
     """Trace `lowered` forward and backward on `device` and cut it.
 
-    lowered    placeholders world, step, microbatch, salt, params, buffers, inputs on local shapes; returns a tuple
-    recompute  "none" saves what autograd would; "full" saves the inputs only, and B and I compute the forward again first
-    accumulate make BA and WA too, which write gradients into accumulators
+    lowered     placeholders world, step, microbatch, salt, params, buffers, inputs on local shapes; returns a tuple
+    recompute   "none" saves what autograd would; "full" saves the inputs only, and B and I compute the forward again first
+    accumulate  make BA and WA too, which write gradients into accumulators
 
-    With no input gradient, I computes nothing and hands the gradients of the outputs to W as `pending`. The gradient of an input that the
-    outputs do not depend on is zeros.
+    Without input gradients I computes nothing and hands the output gradients to W as `pending`. The gradient of an input that no
+    output depends on is zeros. Outputs and input gradients are contiguous.
     """
     if recompute not in ("none", "full"):
         raise ValueError(f"recompute is {recompute!r}; it is 'none' or 'full'")
@@ -82,9 +82,10 @@ def split(
         plain["BA"] = cut.build((*arguments, *given), (grad_inputs, grads))
         plain["WA"] = cut.build(late, ((), grads))
         for name in ("BA", "WA"):
-            results, last = plain[name].output_node().args[0]  # type: ignore[misc]
-            add_accumulators(plain[name], last, labels)  # type: ignore[arg-type]
-            plain[name].output_node().args = (results,)
+            output: Any = plain[name].output_node()
+            results, last = output.args[0]
+            add_accumulators(plain[name], last, labels)
+            output.args = (results,)
             plain[name].eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target in WRITES)
     for graph in plain.values():
         write_over_the_dead(graph)
@@ -109,11 +110,15 @@ class _Cut:
         self.free = self._free()
 
     def _free(self) -> frozenset[fx.Node]:
-        """What exists everywhere: arguments other than the inputs, and what they alone give. Without any tensor, run arguments must not enter."""
+        """What exists on both sides of any cut: arguments other than the inputs, constants, and what these alone give.
+
+        A value of run arguments and no tensor is not among them: it is a mask, and dear to make again.
+        """
         free = {*self.joint.run, *self.joint.params, *self.joint.buffers}
         for node in self.joint.graph.nodes:
-            tensors = [n for n in node.all_input_nodes if n not in self.joint.run]
-            if node.op == "get_attr" or (node.op == "call_function" and free.issuperset(node.all_input_nodes) and (tensors or not node.all_input_nodes)):
+            needed = node.all_input_nodes
+            mask = needed and all(n in self.joint.run for n in needed)
+            if node.op == "get_attr" or (node.op == "call_function" and free.issuperset(needed) and not mask):
                 free.add(node)
         return frozenset(free)
 
@@ -139,7 +144,7 @@ class _Cut:
         return frozenset(found | others)
 
     def crossing(self, goals: Results, before: Collection[fx.Node], given: Collection[fx.Node]) -> list[fx.Node]:
-        """What a graph with these `goals` must be handed, when `before` was computed by an earlier one and `given` can be had, in order."""
+        """What a graph with these `goals` must be handed, in order: what is `given`, and what was computed `before` it."""
         found, seen, stack = set[fx.Node](), set[fx.Node](), _nodes(goals)
         given = {*given, *self.joint.inputs, *self.joint.grad_outputs}
         while stack:
@@ -154,7 +159,7 @@ class _Cut:
         return sorted(found, key=self.order.__getitem__)
 
     def build(self, arguments: Sequence[fx.Node], results: Results) -> fx.Graph:
-        """A graph from `arguments` to `results` in joint order, except that rebuilt values are made just before their first use."""
+        """A graph from `arguments` to `results` in joint order, but with rebuilt values made just before their first use."""
         graph = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
         for node in arguments:
@@ -187,5 +192,5 @@ def _label(node: fx.Node) -> str:
 
 def _nodes(results: Results) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg(results, lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    fx.node.map_arg(results, lambda n: found.append(n))
     return found

@@ -1,7 +1,7 @@
 """Forward and backward of a lowered segment as one plain ATen graph, in autograd's own order.
 
-The segment is run once under autograd on fake tensors, below which every operator is recorded, so collectives appear as primitives in
-both directions. It knows nothing of what is saved or where the graph is cut; `split` does that.
+The segment is run once under autograd on fake tensors, below which every operator is recorded, so collectives appear as
+primitives in both directions. It knows nothing of what is saved or where the graph is cut; `split` does that.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -21,16 +21,24 @@ from phalanx.derive.program import Value
 from phalanx.mesh import Mesh
 
 RUN = ("world", "step", "microbatch", "salt")
-# What stands for each run argument while tracing. A plain int would be indistinguishable from a size; no tensor dimension is near these.
-SENTINELS: tuple[str | int, ...] = ("phx:the-world-at-run-time", 0x51A7_0000_0003, 0x3B0C_0000_0005, 0x6D2E_0000_0009)
-NEAR = 1 << 24
+# What stands for each run argument while tracing. No size and no product of sizes comes NEAR these.
+SENTINELS: tuple[str | int, ...] = (
+    "phx:the-world-at-run-time",
+    0x51A7_0000_0000_0003,
+    0x3B0C_0000_0000_0005,
+    0x6D2E_0000_0000_0009,
+)
+NEAR = 1 << 32
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Joint:
     """The joint graph. Its output is the three tuples (outputs, grad_inputs, grads), by node below.
 
-    Every node has meta "val" (fake tensor), "phase" ("forward" or "backward"), "module" and "source" of the forward operator it is from.
+    Every operator has meta "val" (fake tensor), "phase" ("forward" or "backward"), and the "module" and "source" of the lowered
+    operator that it is or whose gradient it computes.
     """
 
     graph: fx.Graph
@@ -57,9 +65,10 @@ def trace_joint(
     mesh: Mesh,
     device: torch.device,
 ) -> Joint:
-    """Trace `lowered` and its backward. Grad inputs that the outputs do not depend on are zeros; such parameter gradients are None."""
+    """Trace `lowered` and its backward. Where no output depends on an input its gradient is zeros, on a parameter None."""
     # Two concurrent traces crash, and once gave a wrong graph silently.
-    assert not threading.current_thread().name.startswith("phx-rank-"), "derive before the rank threads start, in the calling thread"
+    in_rank = threading.current_thread().name.startswith("phx-rank-")
+    assert not in_rank, "derive before the rank threads start, in the calling thread"
     _check_run_uses(lowered)
     constants = {
         f"constant{i}": (target, _attribute(lowered, target))
@@ -89,8 +98,8 @@ def trace_joint(
         emitted = [value if value.is_contiguous() else value.detach().contiguous() for value in values]
         origin.enter({}, "backward")
         wrt = [t for t in (*x, *p) if t.requires_grad]
-        roots = [(t, grad) for t, grad in zip((t for t, v in zip(values, outputs, strict=True) if v.requires_grad), g, strict=True)]
-        roots = [(t, grad) for t, grad in roots if t.requires_grad]
+        declared = [t for t, v in zip(values, outputs, strict=True) if v.requires_grad]
+        roots = [(t, grad) for t, grad in zip(declared, g, strict=True) if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(wrt)
         if wrt and roots:
             grads = list(torch.autograd.grad([t for t, _ in roots], wrt, [grad for _, grad in roots], allow_unused=True))
@@ -105,9 +114,10 @@ def trace_joint(
 
     flat = [t for group in arguments for t in group]
     with mode, torch.autograd.set_multithreading_enabled(False), torch.no_grad():
-        graph = make_fx(joint, _allow_non_fake_inputs=True)(*flat).graph
-    labels = [v.name for v in (*params, *buffers, *inputs)] + list(constants) + [f"grad_{v.name}" for v in outputs if v.requires_grad]
-    return _named(graph, labels, [len(a) for a in arguments], {name: t.to(device) for name, (_, t) in constants.items()})
+        traced = make_fx(joint, _allow_non_fake_inputs=True)(*flat)
+    labels = [v.name for v in (*params, *buffers, *inputs)] + list(constants)
+    labels += [f"grad_{v.name}" for v in outputs if v.requires_grad]
+    return _named(traced, labels, [len(a) for a in arguments], {name: t.to(device) for name, (_, t) in constants.items()})
 
 
 class _Origin:
@@ -115,14 +125,14 @@ class _Origin:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.meta = graph, {"phase": "forward"}
-        self.last = next(iter(reversed(graph.nodes)))
+        self.last: fx.Node = next(iter(reversed(graph.nodes)))
 
     def enter(self, meta: dict[str, Any], phase: str) -> None:
         self.flush()
         self.meta = {"phase": phase, **{key: meta[key] for key in ("module", "source") if key in meta}}
 
     def flush(self) -> None:
-        newest = next(iter(reversed(self.graph.nodes)))
+        newest: fx.Node = next(iter(reversed(self.graph.nodes)))
         node = newest
         while node is not self.last:
             node.meta.update(self.meta)
@@ -137,7 +147,7 @@ class _Origin:
             if grad_fn is None or grad_fn in seen:
                 continue
             seen.add(grad_fn)
-            grad_fn.register_prehook(lambda _, meta=meta: self.enter(meta, "backward"))  # type: ignore[misc]
+            grad_fn.register_prehook(lambda _, meta=meta: self.enter(meta, "backward"))
             stack.extend(previous for previous, _ in grad_fn.next_functions)
 
 
@@ -171,8 +181,9 @@ def _attribute(module: fx.GraphModule, target: str) -> Tensor:
     return value
 
 
-def _unflatten(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
-    groups, at = [], 0
+def _unflatten(flat: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+    groups: list[list[T]] = []
+    at = 0
     for size in sizes:
         groups.append(list(flat[at : at + size]))
         at += size
@@ -194,12 +205,16 @@ def _check_run_uses(lowered: fx.GraphModule) -> None:
     assert len(placeholders) >= len(RUN), "a lowered graph starts with world, step, microbatch, salt"
     for name, node in zip(RUN, placeholders, strict=False):
         for user in node.users:
-            assert isinstance(user.target, torch._ops.OpOverload), f"{user.format_node()} computes with {name} outside an operator"
+            plain = isinstance(user.target, torch._ops.OpOverload)
+            assert plain, f"{user.format_node()} computes with {name} outside an operator"
 
 
-def _named(graph: fx.Graph, labels: Sequence[str], sizes: Sequence[int], constants: dict[str, Tensor]) -> Joint:
+def _named(traced: fx.GraphModule, labels: Sequence[str], sizes: Sequence[int], constants: dict[str, Tensor]) -> Joint:
     """Turn sentinels into run placeholders and constants into attributes, and label every argument."""
-    groups: list[list[fx.Node]] = _unflatten([n for n in graph.nodes if n.op == "placeholder"], sizes)  # type: ignore[arg-type,assignment]
+    graph = traced.graph
+    for name, value in constants.items():
+        traced.register_buffer(name, value)
+    groups = _unflatten([n for n in graph.nodes if n.op == "placeholder"], sizes)
     for label, node in zip(labels, (n for group in groups for n in group), strict=False):
         node.meta["label"] = label
     first = next(iter(graph.nodes))
@@ -214,7 +229,8 @@ def _named(graph: fx.Graph, labels: Sequence[str], sizes: Sequence[int], constan
         graph.erase_node(node)
     replace = _sentinel_replacer(run)
     for node in graph.nodes:
-        assert node.op != "get_attr" or node.target in constants, f"{node} is a tensor made by Python while tracing; its value would be baked in"
+        made_here = node.op == "get_attr" and node.target not in constants
+        assert not made_here, f"{node} is a tensor made by Python while tracing; its value would be baked in"
         if node.op == "call_function":
             node.args = map_aggregate(node.args, replace)
             node.kwargs = map_aggregate(node.kwargs, replace)
@@ -231,7 +247,8 @@ def _sentinel_replacer(run: Sequence[fx.Node]) -> Callable[[Argument], Argument]
         if type(value) is int:
             if value in numbers:
                 return numbers[value]
-            assert all(abs(value - s) > NEAR for s in numbers), f"arithmetic on step, microbatch or salt was baked in: {value}"
+            clear = all(abs(value - s) > NEAR for s in numbers)
+            assert clear, f"arithmetic on step, microbatch or salt was baked in: {value}"
         return value
 
     return replace

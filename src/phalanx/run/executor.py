@@ -7,22 +7,23 @@ the world in one message, a step that is not finite is refused before OPT change
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.comm.transport import Handle
 from phalanx.comm.world import World
 from phalanx.derive.program import Program
 from phalanx.event import Event
 from phalanx.run.batch import microbatches
 from phalanx.run.bind import Bound, tables
+from phalanx.run.clock import Clock, Mark
 from phalanx.run.gather import from_stage, gather
 from phalanx.run.optimizer import Optimizer
 from phalanx.run.parameters import Parameters, contributes
-from phalanx.schedule.actions import Schedule
+from phalanx.schedule.actions import Action, Schedule
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ class Executor:
         self.program, self.schedule, self.world = program, schedule, world
         self.parameters, self.optimizer, self.max_norm, self.bounds = parameters, optimizer, max_norm, dict(bounds or {})
         self.actions = schedule.ranks[world.coordinates.get("pp", 0)]
+        self.record = False
+        """Whether steps append to `events`."""
         self.events: list[Event] = []
-        """One per action of the steps that ran while the world's ledger was on."""
+        """One per action, with its lane: from its start to its end, for messages to their arrival."""
         self._everybody = world.group(world.mesh.names)
         self._counts_loss = contributes(program.segments[-1].cls.outputs[0].spec, world)
         with torch.no_grad():
@@ -81,7 +84,7 @@ class Executor:
         self._forward: dict[int | None, Bound] = {}
         self._step = 0
         self._result: tuple[float, float, int] = (0.0, 0.0, 0)
-        self._lr = 0.0
+        self._lr, self._scale = 0.0, 1.0
 
     @property
     def step_number(self) -> int:
@@ -134,35 +137,40 @@ class Executor:
     # The loop
 
     def _run(self, bound: Bound) -> None:
-        if self.world.ledger.enabled:
-            self._run_recorded(bound)
+        if self.record or self.world.ledger.enabled:
+            self._run_observed(bound)
             return
-        wait = bound.wait
+        wait = bound.machine.wait
         for waits, operation, _ in bound.operations:
             if waits:
                 wait(waits)
             operation()
-        bound.drain()
+        bound.machine.drain()
 
-    def _run_recorded(self, bound: Bound) -> None:
-        """The same, with an Event for each action and the action's place in the ledger's own events.
-
-        An action's time is that of the host: for a message, of issuing it; what it waits for is an event of its own.
-        """
-        rank, names = self.world.rank, [segment.name for segment in self.program.segments]
+    def _run_observed(self, bound: Bound) -> None:
+        """The same, telling the ledger what each call is for and, if asked, when each action began and ended."""
+        names = [segment.name for segment in self.program.segments]
+        clock = Clock(self.world.device)
+        times: list[tuple[Action, Mark, Mark, list[Handle] | None]] = []
         for waits, operation, action in bound.operations:
-            segment = None if action.segment is None else names[action.segment]
             if waits:
-                start = time.perf_counter()
-                bound.wait(waits)
-                end = time.perf_counter()
-                self.events.append(Event(rank, "wait", str(action), start, end, segment=segment, microbatch=action.microbatch))
-            with self.world.ledger.origin(segment=segment, microbatch=action.microbatch):
-                start = time.perf_counter()
-                operation()
-                end = time.perf_counter()
-            self.events.append(Event(rank, action.lane, str(action), start, end, segment=segment, microbatch=action.microbatch))
-        bound.drain()
+                bound.machine.wait(waits)
+            with self.world.ledger.origin(segment=None if action.segment is None else names[action.segment], microbatch=action.microbatch):
+                start = clock.now()
+                issued = operation()
+                times.append((action, start, clock.now(), issued))
+        bound.machine.drain()
+        if not self.record:
+            return
+        for action, start, end, issued in times:
+            segment = None if action.segment is None else names[action.segment]
+            seconds = clock.seconds(end)
+            for handle in issued or ():
+                handle.synchronize()
+                seconds = max(seconds, handle.finished() or seconds)
+            self.events.append(
+                Event(self.world.rank, action.lane, str(action), clock.seconds(start), seconds, segment=segment, microbatch=action.microbatch)
+            )
 
     def _bind(self, *, training: bool, watch: int | None = None) -> Bound:
         others = {"NORM": self._norm, "OPT": self._opt}
@@ -196,7 +204,15 @@ class Executor:
     def _opt(self) -> None:
         norm = self._result[1]
         # torch's clip_grad_norm_ adds 1e-6 as well.
-        self._lr = self.optimizer.update(1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6)))
+        self._scale = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+        self._lr = self.optimizer.update(self._scale)
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """Global gradients of the last step on every rank, by first name, before clipping. Collective."""
+        parameters = self.parameters
+        names = [name for name, p in self.program.parameters.items() if p.trainable and parameters.is_hosted(name)]
+        return parameters.collect(names, lambda name: parameters.local_gradient(name) / self._scale, parameters.accumulator_of)
 
     def _loss(self, bound: Bound) -> Tensor:
         """Sum over the microbatches of the loss sum, on the ranks that contribute it; zero elsewhere."""

@@ -74,7 +74,7 @@ def _agree(numbers: Tensor, world: World) -> Tensor:
 
 
 def _checksum(x: Tensor) -> int:
-    return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def exclusive(x: Tensor) -> bool:

@@ -142,7 +142,7 @@ class _Group:
     """Ranges with one weight decay and one dtype, as the lists that one fused call takes."""
 
     weight_decay: float
-    spans: list[Span]
+    gradients: list[Tensor]
     weights: list[Tensor]
     """What is updated: the parameters, or their master copies."""
     moments: dict[str, list[Tensor]]
@@ -169,7 +169,7 @@ class Optimizer:
         self._groups = [
             _Group(
                 decay,
-                spans,
+                [span.of(span.flat.gradients) for span in spans],
                 [span.of(self._weights(span.flat)) for span in spans],
                 {moment: [span.of(buffers[id(span.flat)]) for span in spans] for moment, buffers in self.state.items()},
             )
@@ -187,7 +187,7 @@ class Optimizer:
         self.steps += 1
         self._step.fill_(self.steps)
         for group in self._groups:
-            gradients = [self.parameters.gradient(span) for span in group.spans]
+            gradients = group.gradients
             if scale != 1.0:
                 torch._foreach_mul_(gradients, scale)
             if isinstance(self.config, AdamW):

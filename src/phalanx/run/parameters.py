@@ -7,6 +7,7 @@ knows the Program and the World; it does not know in which order a step does thi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch import Tensor
 from phalanx.comm.transport import Group, Handle
 from phalanx.comm.world import World
 from phalanx.derive.program import Parameter, Program
-from phalanx.run.gather import exclusive, from_stage, gather
+from phalanx.run.gather import from_stage, gather
 from phalanx.spec import Spec, owner, shard
 
 ALIGNMENT_BYTES = 64
@@ -59,8 +60,8 @@ class Flat:
     trainable: bool
     places: tuple[Place, ...]
     values: Tensor
-    gradients: Tensor | None
-    """None when nothing is reduced: gradients are then kept as the graphs return them, which saves a pass over memory."""
+    gradients: Tensor
+    """Accumulators, laid out like the values; empty if they are not trained."""
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -106,9 +107,10 @@ class Parameters:
         self.stage = world.coordinates.get("pp", 0)
         self.segments = tuple(s for s in program.segments if self.placement[s.index] == self.stage)
         self._stages = {
-            name: tuple(sorted({self.placement[k] for k in program.hosts(name)})) for name in program.parameters
+            name: tuple(sorted({self.placement[s.index] for s in program.segments if name in (*s.params, *s.buffers)}))
+            for name in (*program.parameters, *program.buffers)
         }
-        shared = sorted({stages for stages in self._stages.values() if len(stages) > 1})
+        shared = sorted({self._stages[name] for name, p in program.parameters.items() if p.trainable and len(self._stages[name]) > 1})
         world.open_stages(shared)
         self._links = {stages: world.stage_group(stages) for stages in shared if self.stage in stages}
         self.flats = self._lay_out(groups or {})
@@ -118,6 +120,7 @@ class Parameters:
             view.copy_(_fitting(values(program.parameters[name]), view.shape, name))
         extra = [program.count] + ([program.tables] if program.tables is not None else [])
         needed = {name for segment in (*self.segments, *extra) for name in segment.buffers}
+        needed |= {name for name in program.buffers if not self._stages[name]}
         self.buffers: dict[str, Tensor] = {}
         for name, buffer in program.buffers.items():
             if name in needed:
@@ -125,14 +128,12 @@ class Parameters:
                 self.buffers[name] = _fitting(values(buffer), shape, name).to(world.device, buffer.dtype).clone()
         self._targets = {segment.index: self._segment_targets(segment.index) for segment in self.segments}
         self._reductions = self._spans(
-            lambda place: (place.hosts[0], place.axes, place.parameter.name if place.stages else ""),
-            lambda flat: flat.gradients is not None,
+            lambda place: (place.hosts[0], place.axes, place.parameter.name if place.stages else "") if place.axes or place.stages else None
         )
         self._tied = sorted((s for s in self._reductions if s.places[0].stages), key=lambda s: s.places[0].parameter.name)
-        self._counted = [s for s in self._spans(lambda place: place.counted) if s.places[0].counted]
-        self.updates = self._spans(lambda place: place.group)
-        """What the optimizer works on: ranges of one group; single parameters where gradients are adopted."""
-        self._adopted: dict[str, Tensor] = {}
+        self._counted = self._spans(lambda place: place.counted or None)
+        self.updates = self._spans(lambda place: (place.group,))
+        """Ranges of one optimizer group."""
         self._unwritten: set[str] = set()
         self._issued: list[Handle] = []
         self._taken: set[int] = set()
@@ -162,33 +163,29 @@ class Parameters:
             kinds.setdefault((parameter.dtype, parameter.trainable), []).append(place)
         flats = []
         for (dtype, trainable), places in kinds.items():
-            places.sort(key=lambda p: (p.hosts[0], p.axes, p.stages, p.counted, str(p.group)))
+            # Nothing here may depend on the rank: ranks that reduce together must lay out alike. Equal varying axes, equal owners.
+            places.sort(key=lambda p: (p.hosts[0], p.axes, p.stages, sorted(p.parameter.spec.varying), str(p.group)))
             laid, start, step = [], 0, max(1, ALIGNMENT_BYTES // dtype.itemsize)
             for place in places:
                 laid.append(replace(place, start=start))
                 start += -(-place.numel // step) * step
             values = torch.zeros(start, dtype=dtype, device=self.world.device)
-            reduced = trainable and any(place.axes or place.stages for place in laid)
-            gradients = torch.zeros(start, dtype=accumulator(dtype), device=self.world.device) if reduced else None
+            gradients = torch.zeros(start if trainable else 0, dtype=accumulator(dtype), device=self.world.device)
             flats.append(Flat(dtype, trainable, tuple(laid), values, gradients))
         return tuple(flats)
 
-    def _spans(self, key: Callable[[Place], Hashable], wanted: Callable[[Flat], bool] = lambda flat: True) -> list[Span]:
-        """Runs of neighbours with equal keys in the trained flats; where gradients are adopted each parameter is its own run."""
-        spans: list[Span] = []
+    def _spans(self, key: Callable[[Place], Hashable]) -> list[Span]:
+        """Runs of neighbours with equal keys in the trained flats, without those whose key is None."""
+        spans = []
         for flat in self.flats:
-            if not flat.trainable or not wanted(flat):
-                continue
-            runs: list[list[Place]] = []
-            for place in flat.places:
-                if runs and flat.gradients is not None and key(runs[-1][0]) == key(place):
-                    runs[-1].append(place)
-                else:
-                    runs.append([place])
-            spans += [Span(flat, tuple(run), run[0].start, run[-1].start + run[-1].numel) for run in runs]
+            if flat.trainable:
+                for shared, run in itertools.groupby(flat.places, key):
+                    places = tuple(run)
+                    if shared is not None:
+                        spans.append(Span(flat, places, places[0].start, places[-1].start + places[-1].numel))
         return spans
 
-    def _segment_targets(self, index: int) -> list[tuple[str, Tensor | None, bool]]:
+    def _segment_targets(self, index: int) -> list[tuple[str, Tensor, bool]]:
         """For each gradient that a segment returns: its name, its accumulator, and whether this rank's counts at all."""
         segment, targets = self.program.segments[index], []
         for name, deferred in zip(segment.params, segment.cls.deferred, strict=True):
@@ -198,7 +195,7 @@ class Parameters:
                 # on every rank of it, so one of them contributes it to the sum (R -> P).
                 missing = set(place.axes) - deferred
                 counts = all(self.world.coordinates[axis] == 0 for axis in missing)
-                targets.append((name, None if flat.gradients is None else self.view(flat.gradients, place), counts))
+                targets.append((name, self.view(flat.gradients, place), counts))
         return targets
 
     def view(self, buffer: Tensor, place: Place) -> Tensor:
@@ -213,12 +210,23 @@ class Parameters:
         self._issued.clear()
         self._taken.clear()
 
-    def accumulate(self, segment: int, grads: Sequence[Tensor | None], beside: Sequence[Tensor | None] = ()) -> None:
-        """Add what B or W of a segment returned. The first gradient of a step overwrites.
+    def accumulators(self, segment: int) -> list[Tensor] | None:
+        """Where a segment may write its gradients itself, one per trainable parameter; None if some do not count on this rank."""
+        targets = self._targets[segment]
+        return [view for _, view, _ in targets] if all(counts for _, _, counts in targets) else None
 
-        `beside` is what the same call returned apart from gradients: a tensor that is also there is not taken over.
-        """
-        seen = {id(x) for x in beside}
+    def fresh(self, segment: int) -> list[bool]:
+        """For each of `accumulators`: whether it is to be overwritten. From now on it counts as written."""
+        if not self._unwritten:
+            return [False] * len(self._targets[segment])
+        flags = []
+        for name, _, _ in self._targets[segment]:
+            flags.append(name in self._unwritten)
+            self._unwritten.discard(name)
+        return flags
+
+    def accumulate(self, segment: int, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients that B or W of a segment returned. The first gradient of a step overwrites."""
         first: list[Tensor] = []
         fresh: list[Tensor] = []
         later: list[Tensor] = []
@@ -226,42 +234,32 @@ class Parameters:
         for (name, view, counts), grad in zip(self._targets[segment], grads, strict=True):
             if grad is None or not counts:
                 continue
-            if name not in self._unwritten:
-                later.append(self._adopted[name] if view is None else view)
-                more.append(grad)
-            elif view is None:
-                self._unwritten.discard(name)
-                self._adopted[name] = self._adopt(grad, name, sole=id(grad) not in seen)
-                seen.add(id(grad))
-            else:
+            if name in self._unwritten:
                 self._unwritten.discard(name)
                 first.append(view)
                 fresh.append(grad)
+            else:
+                later.append(view)
+                more.append(grad)
         if first:
             torch._foreach_copy_(first, fresh)
         if later:
             torch._foreach_add_(later, more)
 
-    def _adopt(self, grad: Tensor, name: str, *, sole: bool) -> Tensor:
-        """The tensor itself if it is dense, in the right dtype and nobody else can see its memory; otherwise a copy."""
-        flat, place = self.places[name]
-        assert tuple(grad.shape) == place.shape, f"gradient of {name} has shape {tuple(grad.shape)}, its shard {place.shape}"
-        # A single element may be the seed of the backward itself.
-        if sole and grad.numel() > 1 and grad.dtype == flat.accumulator and grad.is_contiguous() and exclusive(grad):
-            return grad
-        return grad.to(flat.accumulator, copy=True, memory_format=torch.contiguous_format)
-
-    def reduce(self, segment: int) -> None:
+    def reduce(self, segment: int) -> list[Handle]:
         """Issue the sums over axes of the gradients that this segment is the first host of. `finish` waits for them.
 
         Every host of them on this rank must have had its last backward, as `schedule.data.reductions` orders it.
         """
         self._taken.add(segment)
+        issued = []
         for span in self._reductions:
             place = span.places[0]
             if place.hosts[0] == segment and place.axes:
                 self._zero_unwritten([place.parameter.name for place in span.places])
-                self._issued.append(self._sum(span, self.world.group(place.axes)))
+                issued.append(self._sum(span, self.world.group(place.axes)))
+        self._issued += issued
+        return issued
 
     def finish(self) -> None:
         """Complete every sum that this step owes; last, those over the stages that share a tied parameter, in order of name.
@@ -280,7 +278,6 @@ class Parameters:
             self._sum(span, self._links[span.places[0].stages]).wait()
 
     def _sum(self, span: Span, group: Group) -> Handle:
-        assert span.flat.gradients is not None
         return self.world.transport.all_reduce(span.of(span.flat.gradients), group)
 
     def _zero_unwritten(self, names: Sequence[str]) -> None:
@@ -288,26 +285,16 @@ class Parameters:
         if not self._unwritten:
             return
         for name in [name for name in names if name in self._unwritten]:
-            flat, place = self.places[name]
-            if flat.gradients is not None:
-                self.view(flat.gradients, place).zero_()
-            else:
-                self._adopted[name] = torch.zeros(place.shape, dtype=flat.accumulator, device=flat.values.device)
+            self.local_gradient(name).zero_()
             self._unwritten.discard(name)
 
     # What the norm and the optimizer read
-
-    def gradient(self, span: Span) -> Tensor:
-        """The gradient of a span of `updates`, one-dimensional."""
-        if span.flat.gradients is not None:
-            return span.of(span.flat.gradients)
-        return self._adopted[span.places[0].parameter.name].view(-1)
 
     def squared_norm(self, *, exact: bool = False) -> Tensor:
         """Sum of squares of the gradients that this rank counts, in float64. `exact` squares in float64 too."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for span in self._counted:
-            total += squared_norm(self.gradient(span), exact=exact)
+            total += squared_norm(span.of(span.flat.gradients), exact=exact)
         return total
 
     def first_non_finite(self) -> str | None:
@@ -320,31 +307,26 @@ class Parameters:
     def local_gradient(self, name: str) -> Tensor:
         """This rank's shard of the gradient of the last step."""
         flat, place = self.places[name]
-        if name not in self._adopted and flat.gradients is None:
-            raise ValueError(f"{name} has no gradient yet: no step has been run")
-        return self._adopted[name] if flat.gradients is None else self.view(flat.gradients, place)
+        return self.view(flat.gradients, place)
 
     # Global values
 
-    def collect(self, names: Sequence[str], local: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
+    def collect(
+        self, names: Sequence[str], local: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype]
+    ) -> dict[str, Tensor]:
         """Global tensors from shards, on every rank. `local` gives the shard of a parameter or buffer that is hosted here."""
-        known, found = {**self.program.buffers, **self.program.parameters}, {}
+        known = {**self.program.buffers, **self.program.parameters}
+        found = {}
         for name in names:
-            parameter = known[name]
-            stage = self._stages.get(name, ())
-            root = stage[0] if stage else 0
-            hosted = name in self.views or name in self.buffers
-            value = gather(local(name), parameter.spec, self.world) if hosted else None
-            if len(stage) and len(set(self.placement)) > 1:
-                value = from_stage(value, parameter.shape, dtype(name), root, self.world)
-            if value is None:
-                raise ValueError(f"{name} is used by no segment: the Program does not hold its value")
-            found[name] = value
+            stages, parameter = self._stages[name], known[name]
+            value = gather(local(name), parameter.spec, self.world) if name in self.views or name in self.buffers else None
+            # What no stage hosts is read by tables or the count, and every rank has it.
+            found[name] = from_stage(value, parameter.shape, dtype(name), stages[0], self.world) if stages else value
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer that the Program uses, global, by first name and aliases, on every rank."""
-        names = [n for n in self.program.parameters if self._stages[n]] + [n for n in self.program.buffers if n in self.buffers]
+        names = [name for name in self.program.parameters if self._stages[name]] + list(self.program.buffers)
         known = {**self.program.buffers, **self.program.parameters}
         state = self.collect(names, lambda name: {**self.buffers, **self.views}[name], lambda name: known[name].dtype)
         return {alias: value for name, value in state.items() for alias in (name, *known[name].aliases)}

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from phalanx import random
 
 VECTOR = 64
-"""Elementwise operations run on multiples of this many elements. torch's vectorised and scalar versions of log, exp and erfinv
-differ in the last bit and the remainder of a block is scalar; where it falls would depend on the layout."""
+"""Elementwise operations run on multiples of this many elements. torch's vectorised and scalar versions of pow, log2 and
+sigmoid differ in the last bit and the remainder of a block is scalar; where it falls would depend on the layout."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,12 +120,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pointwise(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """An operation that treats elements one by one, whichever it is: the recipe calls it on the elements of a shard."""
         in_place = bool(_written(func, args, kwargs))
-        functional = func
-        if in_place:
-            packet = getattr(aten, func.overloadpacket.__name__.removesuffix("_"), None)
-            functional = getattr(packet, func._overloadname, None)
-            if functional is None:
-                return self.fail(func, args, kwargs)  # type: ignore[no-any-return]
+        functional = _functional(func) if in_place else func
+        if functional is None:
+            return self.fail(func, args, kwargs)  # type: ignore[no-any-return]
         options = {name: value for name, value in kwargs.items() if name not in PLACEMENT}
         result = functional(*_on_meta(args), **_on_meta(options))
         shape = tuple(args[0].shape if in_place else result.shape)
@@ -244,6 +241,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
             if isinstance(value, Tensor):
                 values.append(value)
     return values
+
+
+def _functional(func: Any) -> Any:
+    """The operation of the same arguments that returns a new tensor: `pow` for `pow_`; None if there is none."""
+
+    def arguments(overload: Any) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+
+    packet = getattr(aten, func.overloadpacket.__name__.removesuffix("_"), None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return next((overload for overload in overloads if arguments(overload) == arguments(func)), None)
 
 
 def _is_output_only(func: Any, value: Tensor, kwargs: Any) -> bool:

@@ -1,9 +1,11 @@
-"""Where the time of a step went: span, bubble and a reason for every idle moment, of a simulation or a run by the same Events."""
+"""Where the time of a step went: span, bubble and a reason for every idle moment, of a simulation or a run by the same
+Events."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from phalanx.event import Event
 from phalanx.schedule.actions import Action, Schedule
@@ -43,7 +45,8 @@ class Account:
 def account(schedule: Schedule, view: View, events: Sequence[Event]) -> Account:
     """Explain the Events of one step; names and lanes are those of the schedule's actions, times of all ranks on one clock.
 
-    The first rank of each pp coordinate speaks for it; Events of others are left out. Raises ValueError if an action has no Event.
+    The first rank of each pp coordinate speaks for it; Events of others are left out. Raises ValueError if an action has no
+    Event.
     """
     timed = [_timed(view, events, at, actions) for at, actions in enumerate(schedule.ranks)]
     begin = min(event.start for spans in timed for event in spans)
@@ -96,7 +99,7 @@ def _idle(
         until = end if index is None else timed[at][index].start
         arrivals = [] if index is None else _on_the_way(schedule, timed, at, index)
         edges = sorted({free, until, *(x for x in (*cuts, *(t for span in arrivals for t in span)) if free < x < until)})
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             if start >= over:
                 reason = "barrier"
             elif any(made <= start and stop <= arrived for made, arrived in arrivals):

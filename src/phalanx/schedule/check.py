@@ -1,8 +1,8 @@
 """Proves a schedule before it runs: nothing missing, nothing twice, nothing used before it is made or after it is freed, every
 message met in order by its equal, and no cycle of waits.
 
-Ranks at one pp coordinate run one list, so the collectives inside segments, and every group that lies within a coordinate, see one
-order by construction; what several coordinates do together is proved here.
+Ranks at one pp coordinate run one list, so the collectives inside segments, and every group that lies within a coordinate, see
+one order by construction; what several coordinates do together is proved here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.schedule.actions import Action, Schedule
 from phalanx.schedule.values import BUFFERS, Values
@@ -182,9 +183,12 @@ def _check_values(schedule: Schedule, values: Values, waits: Waits, at: int) -> 
     buffers = {name for name in maker if name.startswith(BUFFERS)}
     freed: dict[str, int] = {}
     for index, action in enumerate(actions):
-        for name in action.releases:
-            if name.startswith("params"):
-                continue
+        params = [name for name in action.releases if name.startswith("params")]
+        if params != ([f"params:{action.segment}"] if action.kind == "FREE" else []):
+            raise ScheduleError(
+                f"pp {at} {action} at {index} releases {params}: FREE alone frees parameters, its own segment's"
+            )
+        for name in [name for name in action.releases if name not in params]:
             if name not in buffers or name in freed:
                 raise ScheduleError(
                     f"pp {at} {action} releases {name}, which is {'free already' if name in freed else 'not there'}"
@@ -194,7 +198,8 @@ def _check_values(schedule: Schedule, values: Values, waits: Waits, at: int) -> 
         if name not in freed:
             raise ScheduleError(f"pp {at}: nothing releases {name}, made by {actions[maker[name]]}")
         for index in {maker[name], *readers.get(name, ())} - {freed[name]}:
-            _check_before(schedule, waits, at, index, freed[name], name)
+            # A buffer is free when its releaser is complete, so that is what has to come after its readers.
+            _check_before(schedule, waits, at, index, freed[name], name, "done")
     _check_gathered(schedule, waits, at)
 
 
@@ -215,8 +220,6 @@ def _check_gathered(schedule: Schedule, waits: Waits, at: int) -> None:
             raise ScheduleError(f"pp {at} {action} at {index} finds no gathered parameters")
         _check_before(schedule, waits, at, held, index, f"params:{action.segment}")
         if action.kind == "FREE":
-            if action.releases != (f"params:{action.segment}",):
-                raise ScheduleError(f"pp {at} {action} at {index} releases {list(action.releases)}")
             gathered[action.segment] = None
     for segment, held in gathered.items():
         if held is not None:
@@ -225,9 +228,11 @@ def _check_gathered(schedule: Schedule, waits: Waits, at: int) -> None:
             )
 
 
-def _check_before(schedule: Schedule, waits: Waits, at: int, first: int, second: int, name: str) -> None:
+def _check_before(
+    schedule: Schedule, waits: Waits, at: int, first: int, second: int, name: str, event: Literal["start", "done"] = "start"
+) -> None:
     actions = schedule.ranks[at]
     if first in actions[second].needs or (first < second and not actions[first].communicates):
         return
-    if not waits.done_before_start((at, first), (at, second)):
+    if not waits.done_before((at, first), (at, second), event):
         raise ScheduleError(f"pp {at} {actions[second]} does not wait for {actions[first]}, although both use {name}")

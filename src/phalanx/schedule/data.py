@@ -49,30 +49,54 @@ def reductions(view: View, coordinates: Sequence[int]) -> dict[int, Reduction]:
     A parameter that several segments of one coordinate use is summed once, by the first of them. A parameter that segments of
     several coordinates use is summed over its axes on each, then over the coordinates.
     """
-    found = {}
+    owners = _owners(view, coordinates)
+    over_axes: dict[int, dict[tuple[str, ...], list[Weight]]] = {}
+    over_hosts: dict[int, dict[tuple[int, ...], list[Weight]]] = {}
+    after = {k: {k} for k in range(len(view.segments))}
     for k, segment in enumerate(view.segments):
-        over_axes: dict[tuple[str, ...], list[Weight]] = {}
-        over_hosts: dict[tuple[int, ...], list[Weight]] = {}
-        after = {k}
         for weight in segment.weights:
             hosts = view.hosts(weight.name)
             here = [host for host in hosts if coordinates[host] == coordinates[k]]
             if k != here[0]:
                 continue
-            after.update(here)
+            owner = owners.get((hosts, coordinates[k]), k)
+            after[owner].update(here)
             if weight.axes:
-                over_axes.setdefault(weight.axes, []).append(weight)
+                over_axes.setdefault(owner, {}).setdefault(weight.axes, []).append(weight)
             if len(here) < len(hosts):
-                over_hosts.setdefault(hosts, []).append(weight)
-        parts = [_part(weights, axes=axes) for axes, weights in sorted(over_axes.items())]
+                over_hosts.setdefault(owner, {}).setdefault(hosts, []).append(weight)
+    found = {}
+    for k in sorted({*over_axes, *over_hosts}):
+        parts = [_part(weights, axes=axes) for axes, weights in sorted(over_axes.get(k, {}).items())]
         # One part per set of hosts, in the order of hosts: every coordinate then makes the same parts in the same order.
-        parts += [
-            _part(weights, coordinates=tuple(sorted({coordinates[host] for host in hosts})))
-            for hosts, weights in sorted(over_hosts.items())
-        ]
-        if parts:
-            found[k] = Reduction(k, tuple(parts), tuple(sorted(after)))
+        for hosts, weights in sorted(over_hosts.get(k, {}).items()):
+            parts.append(_part(weights, coordinates=tuple(sorted({coordinates[host] for host in hosts}))))
+        found[k] = Reduction(k, tuple(parts), tuple(sorted(after[k])))
     return found
+
+
+def _owners(view: View, coordinates: Sequence[int]) -> dict[tuple[tuple[int, ...], int], int]:
+    """(hosts of tied parameters, coordinate) -> the segment whose REDUCE sums them there, for hosts on several coordinates.
+
+    It is the first host, except that sets of hosts which meet in one REDUCE anywhere share one REDUCE everywhere. Otherwise two
+    coordinates could be bound to opposite orders: one by a REDUCE that has both sums, the other by two that have one each.
+    """
+    every = {view.hosts(weight.name) for segment in view.segments for weight in segment.weights}
+    groups = [[hosts] for hosts in sorted(every) if len({coordinates[host] for host in hosts}) > 1]
+
+    def first(group: Sequence[tuple[int, ...]]) -> dict[int, int]:
+        members = sorted({host for hosts in group for host in hosts}, reverse=True)
+        return {coordinates[host]: host for host in members}
+
+    while True:
+        meeting = (
+            (a, b) for n, a in enumerate(groups) for b in groups[n + 1 :] if set(first(a).values()) & set(first(b).values())
+        )
+        a, b = next(meeting, ([], []))
+        if not a:
+            break
+        groups = [group for group in groups if group not in (a, b)] + [a + b]
+    return {(hosts, at): owner for group in groups for hosts in group for at, owner in first(group).items()}
 
 
 def _part(weights: Sequence[Weight], axes: tuple[str, ...] = (), coordinates: tuple[int, ...] = ()) -> Part:
@@ -92,12 +116,6 @@ def together(found: Mapping[int, Reduction]) -> list[list[Reduction]]:
         linked = [group for group in groups if any(part.parameters in names for other in group for part in other.tied)]
         merged = [other for group in linked for other in group] + [reduction]
         groups = [group for group in groups if group not in linked] + [merged]
-    hosts: dict[tuple[str, ...], list[int]] = {}
-    for reduction in found.values():
-        for part in reduction.tied:
-            hosts.setdefault(part.parameters, []).append(reduction.segment)
-    for group in groups:
-        group.sort(key=lambda reduction: [hosts[part.parameters] for part in reduction.tied])
     return groups
 
 

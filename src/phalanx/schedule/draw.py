@@ -16,9 +16,9 @@ COLOURS = {"F": "44", "B": "42", "I": "46", "W": "43", "O": "45"}
 def draw(what: Schedule | Sequence[Event], width: int = 100, colour: bool = False) -> str:
     """The compute lanes over time, for a terminal `width` columns wide.
 
-    F3 is the forward of microbatch 3, B its backward, I and W its halves, O the optimizer, a dot is idle. Neighbouring segments of
-    one kind and microbatch are one block; a block too narrow for its number shows its letter alone. A Schedule is drawn at unit
-    costs: F=1, B=2, I=W=1 for every stage.
+    F3 is the forward of microbatch 3, B its backward, I and W its halves, O the optimizer, a dot is idle. Neighbouring segments
+    of one kind and microbatch are one block; a block too narrow for its number shows its letter alone. A Schedule is drawn at
+    unit costs: F=1, B=2, I=W=1 for every stage.
     """
     events = _unit_events(what) if isinstance(what, Schedule) else what
     blocks = _blocks(events)

@@ -1,9 +1,9 @@
 """From the compute order of a pipeline schedule to every rank's flat list of actions over segments.
 
 Messages are placed by the safe rule: walk one order of all compute, and where a producer is visited append SEND to its rank and
-RECV to the consumer's at the same point. Take the earliest unfinished item of that order: if it computes, its inputs are earlier,
-so they are done; if it is a message, everything earlier on both ranks is done, so both ends are at the head of their queues. So
-something can always run, even with unbuffered sends and one queue per rank. `check` proves it again for each list.
+RECV to the consumer's at the same point. Take the earliest unfinished item of that order: if it computes, its inputs are
+earlier, so they are done; if it is a message, everything earlier on both ranks is done, so both ends are at the head of their
+queues. So something can always run, even with unbuffered sends and one queue per rank. `check` proves it again for each list.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Times a schedule without running it: the model of `waits` with durations, and lanes that share links.
 
-A rank computes one action at a time. A message or collective starts when it and its counterparts are at the head of their queues,
-waits the latency of its link, and then moves its bytes; transfers that use one end of a link at once share its bandwidth equally.
-One rank stands for all ranks at its pp coordinate. The Events are those that a run of the same list emits.
+A rank computes one action at a time. A message or collective starts when it and its counterparts are at the head of their
+queues, waits the latency of its link, and then moves its bytes; transfers that use one end of a link at once share its
+bandwidth equally. One rank stands for all ranks at its pp coordinate. The Events are those that a run of the same list emits.
 """
 
 from __future__ import annotations

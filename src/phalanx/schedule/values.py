@@ -118,7 +118,7 @@ def link(values: Values, at: int, actions: Sequence[Action]) -> tuple[Action, ..
             if name.startswith(("cut", "saved", "pending")):
                 reader[name] = index
         maker.update((name, index) for name in values.produced(action))
-        linked.append(replace(action, needs=_pruned(needs, actions)))
+        linked.append(replace(action, needs=_pruned(needs, actions), releases=()))
     for name, index in reader.items():
         linked[index] = replace(linked[index], releases=(*linked[index].releases, name))
     return tuple(replace(a, releases=(*a.releases, f"params:{a.segment}")) if a.kind == "FREE" else a for a in linked)

@@ -1,9 +1,9 @@
 """Who waits for whom in a schedule, as a graph. A schedule cannot deadlock if and only if the graph has no cycle.
 
-The model is "issue": a rank walks its list in order; an action starts when its needs are complete; compute is complete before the
-next action starts; communication queues first in, first out in its channel and is complete when it and all its counterparts are at
-the head of theirs. Which message meets which is fixed by order alone, so the graph is static and a run has no other freedom than
-speed.
+The model is "issue": a rank walks its list in order; an action starts when its needs are complete; compute is complete before
+the next action starts; communication queues first in, first out in its channel and is complete when it and all its counterparts
+are at the head of theirs. Which message meets which is fixed by order alone, so the graph is static and a run has no other
+freedom than speed.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class Waits:
                 sent = kind.startswith("RECV") and not rendezvous
                 self.waits_for[self.node(mine, 2)].append(self.node(other, 2 if sent else 1))
 
-    def done_before_start(self, first: At, second: At) -> bool:
-        """True if `first` is complete before `second` starts in every run."""
+    def done_before(self, first: At, second: At, event: Literal["start", "done"]) -> bool:
+        """True if `first` is complete before `second` starts, or is done itself, in every run."""
         goal, seen = self.node(first, 2), set[int]()
-        frontier = [self.node(second, 0)]
+        frontier = [self.node(second, 0 if event == "start" else 2)]
         while frontier:
             node = frontier.pop()
             if node == goal:

@@ -6,6 +6,9 @@ from torch import nn
 
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
+from phalanx.derive import derive
+from phalanx.derive.program import Program
+from phalanx.hf import capture_context, is_hf_model
 from phalanx.run.optimizer import AdamW, Constant, Cosine, Linear, Rate, adamw
 from phalanx.run.step import Step, parallelize
 from phalanx.train.config import TrainConfig
@@ -27,6 +30,21 @@ def parallel_step(config: TrainConfig, world: World | LocalWorld, model: Model, 
         max_norm=config.optimizer.max_norm,
         recompute=config.recompute,
         seed=config.seed,
+    )
+
+
+def derived_program(config: TrainConfig, model: Model, module: nn.Module) -> Program:
+    """What `parallel_step` would run, without a world to run it on."""
+    return derive(
+        module,
+        config.parsed_mesh(),
+        names=model.names,
+        layout=config.parsed_layout(model.dimensions),
+        loss=model.loss,
+        example=model.example(config.batch or model.batch, config.seq or model.seq, config.seed),
+        microbatches=config.microbatches,
+        recompute=config.recompute,
+        prepare=capture_context if is_hf_model(module) else None,
     )
 
 

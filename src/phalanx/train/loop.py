@@ -46,7 +46,7 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
     config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
     module = deferred_init(model.factory)
     step = parallel_step(config, world, model, module)
-    batches = Batches(config, model, world, step)
+    batches = Batches(config, model, step)
     here = world if isinstance(world, World) else world.worlds[0]
     folder = run_folder(config) if here.rank == 0 else None
     if folder is not None:

@@ -1,13 +1,12 @@
-"""The models that the command line knows by name: how each is built, what names its dimensions, and what a batch looks like.
+"""The models that the command line knows by name: how each is built, what names its dimensions, what a batch looks like.
 
 A table, not a framework: your own model needs none of this, only `phx.parallelize`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 
 from phalanx import rules
 from phalanx.models import llama, mlp
+from phalanx.train import tiny
 from phalanx.train.config import closest
 
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+Factory = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Model:
     """A model that can be trained by name."""
 
     name: str
-    factory: Callable[[], nn.Module]
+    factory: Factory
     """Builds it, in the dtype that was asked for."""
     names: Mapping[str, str]
     """Names of the dimensions of parameters, outputs and inputs."""
@@ -37,10 +38,111 @@ class Model:
     batch: int
     seq: int
     """Default sizes of a step."""
-    token_key: str | None
-    """The entry of a batch that takes tokens, or None for a model that is not a language model; targets are under "targets"."""
+    tokens: str | None
+    """The batch entry that holds tokens, beside "targets"; None for a model that does not read text."""
 
     @property
     def dimensions(self) -> tuple[str, ...]:
         """Every dimension name that the names table uses."""
         return tuple(dict.fromkeys(word for names in self.names.values() for word in names.split()))
+
+
+def build(name: str, dtype: str, *, dropout: float = 0.0) -> Model:
+    """The model called `name`: one of NAMES, or hf-tiny: and a family of transformers. ValueError with the closest match if none is."""
+    family, _, rest = name.partition(":")
+    if family == "hf-tiny" and rest:
+        return _hugging_face(name, rest, getattr(torch, dtype), dropout)
+    if name not in NAMES:
+        raise ValueError(f"there is no model {name!r}; there are {closest(name, (*NAMES, 'hf-tiny:llama'))}")
+    return NAMES[name](name, getattr(torch, dtype), dropout)
+
+
+def token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of a Hugging Face model in its logits' own type, and the number of targets that are not -100."""
+    targets = batch["targets"].flatten()
+    return F.cross_entropy(outputs.logits.flatten(0, 1), targets, reduction="sum"), (targets != -100).sum()
+
+
+def token_batch(key: str, vocab: int, batch: int, seq: int, seed: int) -> dict[str, Tensor]:
+    """Random tokens; one target in eight is left out (-100), so that a count taken for granted shows."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (batch, seq + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(batch, seq, generator=generator) < 1 / 8] = -100
+    return {key: tokens[:, :-1].contiguous(), "targets": targets}
+
+
+def class_batch(inputs: int, classes: int, dtype: torch.dtype, batch: int, seq: int, seed: int) -> dict[str, Tensor]:
+    """Random points, each of the class whose coordinate is its largest: something that an MLP can learn. There is no sequence."""
+    del seq
+    x = torch.randn(batch, inputs, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return {"x": x.to(dtype), "targets": x[:, :classes].argmax(1)}
+
+
+def _mlp(name: str, dtype: torch.dtype, dropout: float) -> Model:
+    config = mlp.MLPConfig(dropout=dropout)
+    example = partial(class_batch, config.inputs, config.outputs, dtype)
+    factory = partial(_in_dtype, dtype, mlp.MLP, config)
+    return Model(
+        name=name, factory=factory, names=_names(factory, example), loss=mlp.loss, example=example, batch=32, seq=1, tokens=None
+    )
+
+
+def _llama(size: str, batch: int, seq: int, name: str, dtype: torch.dtype, dropout: float) -> Model:
+    config = llama.LlamaConfig.preset(size, dropout=dropout)
+    example = partial(token_batch, "tokens", config.vocab)
+    factory = partial(_in_dtype, dtype, llama.Llama, config)
+    return Model(
+        name=name,
+        factory=factory,
+        names=_names(factory, example),
+        loss=llama.loss,
+        example=example,
+        batch=batch,
+        seq=seq,
+        tokens="tokens",
+    )
+
+
+def _hugging_face(name: str, family: str, dtype: torch.dtype, dropout: float) -> Model:
+    if dropout:
+        raise ValueError(f"--dropout {dropout}: {name} is a fixed configuration without dropout")
+    config = tiny.config(family)
+    example = partial(token_batch, "input_ids", config.vocab_size)
+    factory = partial(tiny.build, family, dtype)
+    return Model(
+        name=name,
+        factory=factory,
+        names=_names(factory, example),
+        loss=token_loss,
+        example=example,
+        batch=8,
+        seq=32,
+        tokens="input_ids",
+    )
+
+
+NAMES: dict[str, Callable[[str, torch.dtype, float], Model]] = {
+    "mlp": _mlp,
+    "llama-tiny": partial(_llama, "tiny", 32, 128),
+    "llama-1b": partial(_llama, "1b", 8, 4096),
+    "llama-8b": partial(_llama, "8b", 8, 8192),
+    "llama-70b": partial(_llama, "70b", 8, 8192),
+}
+"""By name, with the default batch and sequence length of the Llamas."""
+
+
+def _in_dtype(dtype: torch.dtype, make: Callable[[Any], nn.Module], config: object) -> nn.Module:
+    """Build with `dtype` as the default, so that no float32 copy of a large model exists on the way."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return make(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _names(factory: Factory, example: Callable[[int, int, int], Mapping[str, Tensor]]) -> dict[str, str]:
+    with torch.device("meta"):
+        module = factory()
+    return rules.table_for(module, example(1, 1, 0))

@@ -61,7 +61,7 @@ def config(family: str) -> Any:
 def build(family: str, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    module: nn.Module = AutoModelForCausalLM.from_config(config(family), dtype=dtype)
+    module: nn.Module = AutoModelForCausalLM.from_config(config(family), dtype=dtype)  # type: ignore[no-untyped-call]
     return module.train()
 
 

@@ -1,8 +1,8 @@
 """Dropout whose mask does not depend on the layout.
 
-`phx::dropout_mask` gives a rank the scaled keep mask of its own shard. An element is kept or not by a hash of (salt, step,
-global sample, global element), where microbatch j of B samples holds the global samples jB to (j+1)B, so neither the mesh nor
-the number of microbatches changes it. The seed, the segment and the place of the op within it are in the salt.
+`phx::dropout_mask` gives a rank the scaled keep mask of its own shard. An element is kept or not by a hash of (salt, number,
+step, global sample, global element), where microbatch j of B samples holds the global samples jB to (j+1)B, so neither the mesh
+nor the number of microbatches changes it. Seed and segment are in the salt.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ CPU_BLOCK = 1 << 14
 CUDA_BLOCK = 1 << 24
 
 _library = torch.library.Library("phx", "FRAGMENT")  # type: ignore[no-untyped-call]
+# number: which dropout of its segment; shape: global, of one microbatch; axes: those of each dimension, as in "dp,cp+tp,"
 _library.define(  # type: ignore[no-untyped-call]
-    "dropout_mask(Tensor like, float p, str world, int step, int microbatch, int salt, "
-    "int[] shape, str axes, int[] sizes) -> Tensor"
+    "dropout_mask(Tensor like, float p, str world, int step, int microbatch, int salt, int number, "
+    "int[] shape, str axes) -> Tensor"
 )
-
-
-def placement(spec: Spec, mesh: Mesh) -> tuple[str, list[int]]:
-    """A spec as operator arguments: `"dp|tp,cp|"`, the axes of each dimension, major first; and the sizes of these axes."""
-    axes = [axis for dim in spec.dims for axis in dim]
-    return "|".join(",".join(dim) for dim in spec.dims), [mesh.extent((axis,)) for axis in axes]
 
 
 def keep_mask(
@@ -62,30 +57,30 @@ def keep_mask(
 
 
 def _dropout_mask(
-    like: Tensor, p: float, world: str, step: int, microbatch: int, salt: int, shape: list[int], axes: str, sizes: list[int]
+    like: Tensor, p: float, world: str, step: int, microbatch: int, salt: int, number: int, shape: list[int], axes: str
 ) -> Tensor:
-    dims = tuple(tuple(filter(None, dim.split(","))) for dim in axes.split("|")) if shape else ()
-    names = [axis for dim in dims for axis in dim]
-    mesh = Mesh(**dict(zip(names, sizes, strict=True)))
-    coordinates = find_world(world).coordinates if names else {}
-    key, rank = random.key(salt, step), mesh.rank(coordinates)
-    mask = keep_mask(p, key, microbatch, Spec(dims), shape, mesh, rank, like.dtype, like.device)
+    spec = Spec(tuple(tuple(filter(None, dim.split("+"))) for dim in axes.split(",")) if shape else ())
+    mesh, rank = Mesh(), 0
+    if spec.sharded:
+        here = find_world(world)
+        mesh, rank = here.mesh, here.rank
+    mask = keep_mask(p, random.key(salt, number, step), microbatch, spec, shape, mesh, rank, like.dtype, like.device)
     assert mask.shape == like.shape, f"dropout of a shard of shape {tuple(like.shape)}, placed as {tuple(mask.shape)}"
     return mask
 
 
 def _meta(
-    like: Tensor, p: float, world: str, step: int, microbatch: int, salt: int, shape: list[int], axes: str, sizes: list[int]
+    like: Tensor, p: float, world: str, step: int, microbatch: int, salt: int, number: int, shape: list[int], axes: str
 ) -> Tensor:
     return like.new_empty(like.shape)
 
 
 def _no_gradient(
-    like: Tensor, p: float, world: str, step: int, microbatch: int, salt: int, shape: list[int], axes: str, sizes: list[int]
+    like: Tensor, p: float, world: str, step: int, microbatch: int, salt: int, number: int, shape: list[int], axes: str
 ) -> Tensor:
     """The mask is a constant to autograd."""
     with torch._C._AutoDispatchBelowAutograd():
-        mask: Tensor = torch.ops.phx.dropout_mask(like, p, world, step, microbatch, salt, shape, axes, sizes)
+        mask: Tensor = torch.ops.phx.dropout_mask(like, p, world, step, microbatch, salt, number, shape, axes)
     return mask
 
 

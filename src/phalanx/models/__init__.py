@@ -1,0 +1,1 @@
+"""Plain PyTorch models. Nothing here knows that more than one device exists."""

@@ -1,0 +1,36 @@
+"""Names of the dimensions of Llama and the families that share its modules: Qwen 2 and 3, Mistral, Gemma, Phi-3's relatives."""
+
+NAMES = {
+    "*embed_tokens.weight": "vocab embed",
+    "*embed_tokens:out": "batch residual_seq embed",
+    "*.q_proj.weight": "heads embed",
+    "*.q_proj.bias": "heads",
+    "*.k_proj.weight": "kv_heads embed",
+    "*.k_proj.bias": "kv_heads",
+    "*.v_proj.weight": "kv_heads embed",
+    "*.v_proj.bias": "kv_heads",
+    "*.o_proj.weight": "embed heads",
+    "*.o_proj.bias": "embed",
+    "*.o_proj:out": "batch residual_seq embed",
+    "*.q_norm.weight": "head_dim",
+    "*.k_norm.weight": "head_dim",
+    "*.gate_proj.weight": "mlp embed",
+    "*.gate_proj.bias": "mlp",
+    "*.up_proj.weight": "mlp embed",
+    "*.up_proj.bias": "mlp",
+    "*.down_proj.weight": "embed mlp",
+    "*.down_proj.bias": "embed",
+    "*.down_proj:out": "batch residual_seq embed",
+    "*layernorm.weight": "embed",
+    "norm.weight": "embed",
+    "*.norm.weight": "embed",
+    "lm_head.weight": "vocab embed",
+}
+INPUTS = {
+    "tokens": "batch seq",
+    "input_ids": "batch seq",
+    "position_ids": "batch seq",
+    "attention_mask": "batch seq",
+    "targets": "batch seq",
+    "labels": "batch seq",
+}

@@ -1,0 +1,213 @@
+"""`phx.shard`: the derived model inside a loop of one's own. Forward and backward are one autograd function; the optimizer is yours.
+
+No pipeline and no microbatches here: what needs a list of actions is `parallelize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import hf
+from phalanx.comm.local import LocalWorld
+from phalanx.comm.world import World
+from phalanx.derive import Layout, derive
+from phalanx.derive.capture import Loss
+from phalanx.derive.program import Parameter, Program, Segment
+from phalanx.run.batch import microbatches
+from phalanx.run.operations import callable_of
+from phalanx.run.gather import check_equal, gather
+from phalanx.run.parameters import contributes, squared_norm
+from phalanx.run.values import initial_values, real_tensors
+
+
+def shard(
+    model: nn.Module,
+    world: World | LocalWorld,
+    *,
+    example: Mapping[str, Tensor],
+    layout: Layout | None = None,
+    names: Mapping[str, str] | None = None,
+    loss: Loss | None = None,
+    seed: int = 0,
+) -> Sharded | list[Sharded]:
+    """The model as a module that holds this rank's shards; on a LocalWorld one for each rank, to be used in its `run`.
+
+        m = phx.shard(model, world, layout={"batch": "dp", "mlp": "tp"}, example=batch)
+        optimizer = torch.optim.AdamW(m.parameters())
+        m(batch).backward(); m.sync_gradients(); optimizer.step(); optimizer.zero_grad()
+
+    Arguments are those of `parallelize`; `example` is one call's global batch.
+    """
+    if world.mesh.extent(("pp",)) > 1:
+        raise ValueError(f"phx.shard runs no pipeline, but the mesh {world.mesh} has pp={world.mesh.extent(('pp',))}; use phx.parallelize")
+    device = "cpu" if isinstance(world, LocalWorld) else world.device.type
+    prepare = hf.capture_context if hf.is_hf_model(model) else None
+    program = derive(model, world.mesh, example=example, names=names, layout=layout, loss=loss, device=device, prepare=prepare)
+    if isinstance(world, LocalWorld):
+        return [Sharded(program, rank, initial_values(model, rank, seed)) for rank in world.worlds]
+    check_equal(real_tensors(model), world)
+    return Sharded(program, world, initial_values(model, world, seed))
+
+
+class Sharded(nn.Module):
+    """This rank's shards as parameters, under the model's first names. A call returns a loss that can be differentiated."""
+
+    def __init__(self, program: Program, world: World, values: Callable[[Parameter], Tensor]) -> None:
+        super().__init__()
+        self.program, self.world = program, world
+        for name, parameter in program.parameters.items():
+            if program.hosts(name):
+                value = values(parameter).to(world.device).clone()
+                # Written to the table itself: register_parameter refuses the dots of the model's own names.
+                self._parameters[name] = nn.Parameter(value, requires_grad=parameter.trainable)
+        for name, buffer in program.buffers.items():
+            self._buffers[name] = values(buffer).to(world.device).clone()
+        self._trainable = tuple(name for name, p in self._parameters.items() if p is not None and p.requires_grad)
+        self._tables: dict[str, Tensor] | None = None
+
+    def forward(self, batch: Mapping[str, Tensor], count: int | Tensor | None = None, local: bool = False) -> Tensor:
+        """Global mean loss of this call, on every rank. Its backward adds to `grad`, which stays partial until `sync_gradients`.
+
+        Several calls before a step average by call if you divide by their number; with `count`, the number of valid tokens in all of
+        them together, their losses add up to the exact mean over tokens.
+        """
+        part = microbatches(batch, self.program, self.world, local=local)[0]
+        loss: Tensor = _Loss.apply(self, part, count, *(self._parameters[name] for name in self._trainable))  # type: ignore[no-untyped-call]
+        return loss
+
+    @torch.no_grad()
+    def sync_gradients(self) -> None:
+        """Sum the gradients over the axes that the layout leaves them partial on. Once per step, after the last backward."""
+        handles = []
+        for name in self._trainable:
+            axes = sorted(self.program.reduce_axes(name))
+            parameter = self._parameters[name]
+            assert parameter is not None
+            if self.world.mesh.extent(axes) == 1:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.grad.contiguous()
+            handles.append(self.world.transport.all_reduce(parameter.grad, self.world.group(axes)))
+        for handle in handles:
+            handle.wait()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_, over the shards of all ranks; after `sync_gradients`. Returns the norm."""
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        graded = [(name, p.grad) for name, p in self._parameters.items() if p is not None and p.grad is not None]
+        for name, grad in graded:
+            if contributes(self.program.parameters[name].spec, self.world):
+                square += squared_norm(grad.contiguous().view(-1))
+        self.world.transport.all_reduce(square, self.world.group(self.world.mesh.names)).wait()
+        norm = square.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for _, grad in graded:
+            grad.mul_(scale.to(grad.dtype))
+        return norm
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Global values by first name and aliases, on every rank."""
+        known = {**self.program.buffers, **self.program.parameters}
+        state = {}
+        for name, x in {**self._buffers, **self._parameters}.items():
+            if x is not None:
+                value = gather(x.detach(), known[name].spec, self.world)
+                state.update(dict.fromkeys((name, *known[name].aliases), value))
+        return state
+
+    # What the autograd function runs
+
+    def arguments(self, segment: Segment) -> list[Any]:
+        """Run arguments (one microbatch, step 0), parameters and buffers of a segment."""
+        weights = [self._parameters[name] for name in segment.params]
+        buffers = [self._buffers[name] for name in segment.buffers]
+        return [self.world.name, 0, 0, segment.index, *(w.detach() for w in weights if w is not None), *buffers]
+
+    def tables(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        segment = self.program.tables
+        if segment is None:
+            return {}
+        if self._tables is None or self.program.tables_read_batch:
+            assert segment.cls.graphs is not None
+            inputs = [part[source.name] for source in segment.inputs]
+            values = callable_of(segment.cls.graphs.E)([*self.arguments(segment), *inputs])
+            self._tables = dict(zip(segment.outputs, values, strict=True))
+        return self._tables
+
+    def counted(self, part: Mapping[str, Tensor]) -> Tensor:
+        """Valid tokens in the global batch of this call."""
+        segment = self.program.count
+        assert segment.cls.graphs is not None
+        inputs = [part[source.name] for source in segment.inputs]
+        total = callable_of(segment.cls.graphs.E)([*self.arguments(segment), *inputs])[0].double()
+        return self.summed(total, segment.cls.outputs[0].spec.partial)
+
+    def summed(self, x: Tensor, axes: Sequence[str] | frozenset[str]) -> Tensor:
+        x = x.detach().clone()
+        self.world.transport.all_reduce(x, self.world.group(sorted(axes))).wait()
+        return x
+
+    def missing(self, segment: Segment, index: int) -> bool:
+        """True if this rank's gradient of a parameter repeats what another rank contributes to the sum (see Parameters)."""
+        name, deferred = segment.params[index], segment.cls.deferred[index]
+        return any(self.world.coordinates.get(axis, 0) for axis in self.program.reduce_axes(name) - deferred)
+
+
+class _Loss(torch.autograd.Function):
+    """All segments forward, and backward through their own graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Sharded, part: Mapping[str, Tensor], count: int | Tensor | None, *weights: Tensor) -> Tensor:
+        program, tables = module.program, module.tables(part)
+        cut: dict[str, Tensor] = {}
+        tape = []
+        for segment in program.segments:
+            assert segment.cls.graphs is not None
+            values = {"cut": cut, "table": tables, "batch": part}
+            inputs = [values[source.kind][source.name] for source in segment.inputs]
+            outputs, saved = callable_of(segment.cls.graphs.F)([*module.arguments(segment), *inputs])
+            cut = dict(zip(segment.outputs, outputs, strict=True))
+            tape.append(saved)
+        final = program.segments[-1].cls.outputs[0]
+        total = module.summed(cut[program.segments[-1].outputs[0]], final.spec.partial)
+        divisor = module.counted(part) if count is None else torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        ctx.module, ctx.tape, ctx.divisor = module, tape, divisor
+        return (total.double() / divisor).to(final.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        module, tape = ctx.module, ctx.tape
+        if tape is None:
+            raise RuntimeError("this loss was already differentiated; what its backward needed has been freed")
+        ctx.tape = None
+        program: Program = module.program
+        last = program.segments[-1]
+        grads: dict[str, Tensor] = {last.outputs[0]: (outer[0].double() / ctx.divisor).to(last.cls.outputs[0].dtype)}
+        total: dict[str, Tensor] = {}
+        for segment in reversed(program.segments):
+            graphs = segment.cls.graphs
+            assert graphs is not None
+            outputs = zip(segment.outputs, segment.cls.outputs, strict=True)
+            wanted = [(name, value) for name, value in outputs if value.requires_grad]
+            incoming = [
+                grads[name]
+                if name in grads
+                else torch.zeros(value.spec.local_shape(value.shape, program.mesh), dtype=value.dtype, device=module.world.device)
+                for name, value in wanted
+            ]
+            grad_inputs, grad_params = callable_of(graphs.B)([*module.arguments(segment), *tape.pop(), *incoming])
+            sources = [s.name for s, value in zip(segment.inputs, segment.cls.inputs, strict=True) if value.requires_grad]
+            grads = dict(zip(sources, grad_inputs, strict=True))
+            trainable = [i for i, name in enumerate(segment.params) if program.parameters[name].trainable]
+            for i, grad in zip(trainable, grad_params, strict=True):
+                if grad is not None and not module.missing(segment, i):
+                    name = segment.params[i]
+                    total[name] = total[name] + grad if name in total else grad
+        return (None, None, None, *(total.get(name) for name in module._trainable))

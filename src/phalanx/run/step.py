@@ -1,0 +1,194 @@
+"""`phx.parallelize`: from a model and a world to a callable training step. The user's end of this room."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+from torch import Tensor, nn
+
+from phalanx import hf
+from phalanx.comm.local import LocalWorld
+from phalanx.comm.world import World
+from phalanx.derive import Layout, derive
+from phalanx.derive.capture import Loss, Prepare
+from phalanx.derive.program import Program
+from phalanx.event import Event
+from phalanx.run.executor import Evaluation, Executor, Out
+from phalanx.run.gather import check_equal
+from phalanx.run.initialize import initial_shard
+from phalanx.run.optimizer import AdamW, Config, Optimizer, groups
+from phalanx.run.own_loop import Sharded, shard
+from phalanx.run.parameters import Parameters
+from phalanx.run.values import initial_values, real_tensors
+from phalanx.schedule import build, from_program
+from phalanx.schedule.actions import Schedule
+from phalanx.schedule.check import check
+from phalanx.spec import Spec
+
+__all__ = ["Evaluation", "Out", "Sharded", "Step", "parallelize", "shard"]
+
+T = TypeVar("T")
+Batch = Mapping[str, Tensor]
+
+
+def parallelize(
+    model: nn.Module,
+    world: World | LocalWorld,
+    *,
+    example: Batch,
+    names: Mapping[str, str] | None = None,
+    layout: Layout | None = None,
+    loss: Loss | None = None,
+    optimizer: Config | None = None,
+    microbatches: int = 1,
+    schedule: str | Schedule = "1f1b",
+    max_norm: float | None = None,
+    blocks: str | None = None,
+    train: bool = True,
+    recompute: Literal["none", "full"] = "none",
+    prepare: Prepare | None = None,
+    bounds: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> Step:
+    """A training step of `model` on every rank of `world`, with all communication derived.
+
+    model      plain PyTorch. Its values are kept, and must be the same on every rank; built by phx.deferred_init, each rank makes
+               its own shards from `seed`
+    example    the global batch of a step: shapes and dtypes are fixed by it, values are not read
+    names      pattern of a parameter, input or `module:out` to the names of its dimensions, as in {"*.up_proj.weight": "mlp embed"}
+    layout     name of a dimension to the mesh axis (or axes, the major first) that splits it, as in {"mlp": "tp"}
+    loss       (outputs, batch) to (sum, count) of the loss; None if the model returns its mean cross entropy itself
+    optimizer  phx.adamw(...) (the default) or phx.sgd(...)
+    schedule   name of a pipeline schedule, or a Schedule of one's own, which is proved free of deadlock like any other
+    max_norm   clip gradients to this global norm
+    blocks     pattern of the modules to cut at, if the repeated blocks are not to be found by themselves
+    prepare    context to trace in; chosen for Hugging Face models if None
+    bounds     number of rows by batch entry that indexes an embedding: ids outside are refused
+
+    On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes, for what
+    does not fit together.
+    """
+    config = optimizer if optimizer is not None else AdamW()
+    if prepare is None and hf.is_hf_model(model):
+        prepare = hf.capture_context
+    local = isinstance(world, LocalWorld)
+    program = derive(
+        model, world.mesh, example=example, names=names, layout=layout, loss=loss, microbatches=microbatches, blocks=blocks,
+        train=train, device="cpu" if isinstance(world, LocalWorld) else world.device.type, prepare=prepare, recompute=recompute,
+    )  # fmt: skip
+    view = from_program(program)
+    planned = build(view, schedule, world.mesh.extent(("pp",)), microbatches) if isinstance(schedule, str) else schedule
+    check(planned, view)
+    decay = groups(config, program)
+
+    def executor(rank: World) -> Executor:
+        if not local:
+            check_equal(real_tensors(model), rank)
+        parameters = Parameters(program, rank, planned.coordinates, initial_values(model, rank, seed), decay)
+        return Executor(program, planned, rank, parameters, Optimizer(config, parameters), max_norm=max_norm, bounds=bounds)
+
+    return Step(model, world, program, planned, _on_ranks(world, executor), seed)
+
+
+class Step:
+    """A training step. Call it with a global batch; every rank gets the same Out.
+
+    On a LocalWorld one call runs every rank and returns one result; with `local=True` it takes a batch for each rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World | LocalWorld, program: Program, schedule: Schedule, ranks: Sequence[Executor], seed: int
+    ) -> None:
+        self.world, self.program, self.schedule = world, program, schedule
+        self.executors = tuple(ranks)
+        """Of the ranks of this process."""
+        self._model, self._seed = model, seed
+
+    def __call__(self, batch: Batch | Sequence[Batch], local: bool = False) -> Out:
+        """One training step; see Executor.step for what it raises."""
+        return self._with_batches(batch, local, lambda executor, mine: executor.step(mine, local=local))
+
+    def evaluate(self, batch: Batch | Sequence[Batch], local: bool = False) -> Evaluation:
+        """Mean loss on a batch of the same shape, forward only."""
+        return self._with_batches(batch, local, lambda executor, mine: executor.evaluate(mine, local=local))
+
+    def watch(self, segment: str, batch: Batch | Sequence[Batch], local: bool = False) -> dict[str, Tensor]:
+        """Global values of what a segment, for example "layers.3", outputs on a batch, forward only."""
+        return self._with_batches(batch, local, lambda executor, mine: executor.watch(segment, mine, local=local))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Global gradients of the last step by first name, before clipping, on every rank."""
+        return self._each(lambda executor: executor.gradients())[0]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Global values under the names of `model.state_dict()`, on every rank."""
+        values = self._each(lambda executor: executor.parameters.state_dict())[0]
+        return {name: values[name] if name in values else self._unused(name, own) for name, own in self._model.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take global values, whichever layout they come from. Raises ValueError for a missing tensor or another shape."""
+
+        def load(executor: Executor) -> None:
+            executor.parameters.load_state_dict(state)
+            executor.optimizer.reload()
+
+        self._each(load)
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """Global moments as `name/moment`, and the number of updates, on every rank."""
+        return self._each(lambda executor: executor.optimizer.state_dict())[0]
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `optimizer_state_dict` returned on any layout, and go on at its step."""
+
+        def load(executor: Executor) -> None:
+            executor.optimizer.load_state_dict(state)
+            executor.seek(executor.optimizer.steps)
+
+        self._each(load)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Fills the list, when the block ends, with an Event for every action of this process's ranks inside it."""
+        found: list[Event] = []
+        for executor in self.executors:
+            executor.events.clear()
+            executor.record = True
+        try:
+            yield found
+        finally:
+            for executor in self.executors:
+                executor.record = False
+                found += executor.events
+
+    def explain(self) -> str:
+        """Why each communication exists and what it costs."""
+        room = importlib.import_module("phalanx.schedule.explain")
+        return str(room.explain(self.program, self.schedule))
+
+    def _with_batches(self, batch: Batch | Sequence[Batch], local: bool, fn: Callable[[Executor, Batch], T]) -> T:
+        if isinstance(batch, Mapping):
+            if local and len(self.executors) > 1:
+                raise ValueError(f"local=True on a local world takes one batch for each of its {len(self.executors)} ranks")
+            return self._each(lambda executor: fn(executor, batch))[0]
+        if not local or len(batch) != len(self.executors):
+            raise ValueError(f"{len(batch)} batches were given; a list is for local=True and has one for each of {len(self.executors)} ranks")
+        return self._each(lambda executor: fn(executor, batch[self.executors.index(executor)]))[0]
+
+    def _each(self, fn: Callable[[Executor], T]) -> list[T]:
+        by_rank = {executor.world.rank: executor for executor in self.executors}
+        return _on_ranks(self.world, lambda world: fn(by_rank[world.rank]))
+
+    def _unused(self, name: str, own: Tensor) -> Tensor:
+        """A tensor of the model that no segment reads: it never changes."""
+        if not own.is_meta:
+            return own.detach()
+        return initial_shard(self._model, name, Spec.replicated(own.dim()), type(self.world.mesh)(), 0, self._seed)
+
+
+def _on_ranks(world: World | LocalWorld, fn: Callable[[World], T]) -> list[T]:
+    """fn on the ranks of this process."""
+    return world.run(fn) if isinstance(world, LocalWorld) else [fn(world)]
