@@ -179,3 +179,14 @@ def test_blocks_cover_each_element_once(rows: int, columns: int, limit: int) -> 
         assert seen[r, c].numel() <= limit
         seen[r, c] += 1
     assert (seen == 1).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_draws_the_same_bits() -> None:
+    """Exactly rounded operations leave a device nothing to choose."""
+    there = INDEX.cuda()
+    assert torch.equal(random.bits(7, there).cpu(), random.bits(7, INDEX))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert torch.equal(random.uniform(7, there, dtype).cpu(), random.uniform(7, INDEX, dtype))
+        assert torch.equal(random.normal(7, there, dtype).cpu(), random.normal(7, INDEX, dtype))
+    assert torch.equal(random.permutation(7, N - 1, there[:-1]).cpu(), random.permutation(7, N - 1, INDEX[:-1]))

@@ -1,4 +1,4 @@
-"""Three processes of which the last leaves in the middle, without a word. Started by test_transports.py with `JOB` set."""
+"""Three processes of which the last dies or raises in the middle. Started by test_transports.py with `JOB` set."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from phalanx.comm.c10d import C10dTransport
 from phalanx.comm.transport import CommError
 
 
-def _main(rank: int, store: str, report: str) -> None:
+def _main(rank: int, store: str, report: str, end: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3, timeout=timedelta(seconds=30))
     transport = C10dTransport(torch.device("cpu"), timeout=30.0, owns_default=True)
     group = transport.group("world@0", range(3))
     x = torch.ones(4)
     transport.all_reduce(x, group).wait()
     if rank == 2:
-        os._exit(1)
+        if end == "dies":
+            os._exit(1)
+        transport.abort(KeyError("my own mistake"))
+        transport.close()
+        return
     started = time.monotonic()
     told: dict[str, object] = {"type": "nothing was raised"}
     try:

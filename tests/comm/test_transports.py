@@ -52,7 +52,8 @@ class Processes:
 
     def __init__(self, path: Path, jobs: list[tuple]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["phalanx.comm.c10d"])
+        # Only what is installed: the server of Python 3.11 does not get pytest's sys.path and would skip our own in silence.
+        context.set_forkserver_preload(["torch.distributed", "torch.testing", "pytest"])
         self.processes = [
             context.Process(target=runpy.run_path, args=(str(path), {"JOB": job}, "__rank__"), daemon=True) for job in jobs
         ]
@@ -87,17 +88,24 @@ def test_gloo(name: str, gloo_results: list[dict[str, str]]) -> None:
         assert results.get(name) == "passed", f"rank {rank}: {results.get('failure', 'not reached')}"
 
 
-def test_a_process_that_dies_is_named_by_every_survivor(tmp_path: Path) -> None:
-    """Rank 2 of 3 leaves without a word; the others get an error that names it, the call and the group, in seconds."""
+@pytest.mark.parametrize(
+    ("end", "code", "blame"),
+    [
+        ("dies", 1, "no sign of life within 3 s from rank 2:"),
+        ("raises", 0, "rank 2 gave up with KeyError('my own mistake'):"),
+    ],
+)
+def test_a_process_that_ends_is_named_by_every_survivor(tmp_path: Path, end: str, code: int, blame: str) -> None:
+    """The others get an error that names it, the call and the group, long before the timeout of 30 s."""
     report = tmp_path / "report"
-    jobs = [(rank, str(tmp_path / "store"), str(report)) for rank in range(3)]
-    assert Processes(HERE / "deserter.py", jobs).join(60.0) == [0, 0, 1], "survivors end by themselves"
+    jobs = [(rank, str(tmp_path / "store"), str(report), end) for rank in range(3)]
+    assert Processes(HERE / "deserter.py", jobs).join(60.0) == [0, 0, code], "survivors end by themselves"
     for rank in (0, 1):
         told = json.loads(Path(f"{report}.{rank}").read_text())
         assert told["type"] == "CommError", told
         assert "all_reduce(sum) of (4,) float32 on group 'world@0' (ranks 0, 1, 2) failed" in told["message"]
-        assert "no sign of life within 2 s from rank 2:" in told["message"]
-        assert told["seconds"] < 10
+        assert blame in told["message"]
+        assert told["seconds"] < 20
         assert "refused" in told["later"]
         assert told["closed"]
 

@@ -237,3 +237,14 @@ def test_a_fabric_of_one_needs_no_partner() -> None:
         x = torch.ones(2)
         world.transport.all_reduce(x, world.group(())).wait()
         assert x.tolist() == [1.0, 1.0]
+
+
+def test_leaving_a_world_with_an_exception_tells_the_other_ranks() -> None:
+    fabric = Fabric(2)
+    here, there = (World(Mesh(dp=2), rank, fabric.transport(rank)) for rank in range(2))
+    waiting = here.transport.all_reduce(torch.ones(1), here.group("dp"))
+    with pytest.raises(LookupError), there:
+        raise LookupError("lost")
+    with pytest.raises(CommError, match="lost"):
+        waiting.wait()
+    here.close()

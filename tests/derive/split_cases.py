@@ -46,7 +46,7 @@ class Case:
         outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
         wrt = [x for x in inputs if x.requires_grad] + [p for p in self.module.parameters() if p.requires_grad]
         roots = [o for o in outputs if o.requires_grad]
-        grads = torch.autograd.grad(roots, wrt, self.grad_outputs, allow_unused=True)
+        grads = torch.autograd.grad(roots, wrt, self.grad_outputs, allow_unused=True) if wrt else ()
         count = sum(x.requires_grad for x in inputs)
         return [o.detach() for o in outputs], list(grads[:count]), list(grads[count:])  # type: ignore[arg-type]
 
@@ -63,7 +63,16 @@ def make_case(module: nn.Module, inputs: Sequence[Tensor], grads: Sequence[bool]
     with graph.inserting_before(next(iter(graph.nodes))):
         for name in ("world", "step", "microbatch", "salt"):
             graph.placeholder(name)
-    lowered = fx.GraphModule(exported.graph_module, graph)
+    constants = {
+        s.arg.name: exported.constants[s.target] for s in exported.graph_signature.input_specs if s.target in exported.constants
+    }
+    for node in [n for n in graph.nodes if n.name in constants]:
+        with graph.inserting_after(node):
+            attribute = graph.create_node("get_attr", node.name)
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    lowered = fx.GraphModule(constants, graph)
+    grad = any(grads) or any(p.requires_grad for p in module.parameters())
     with torch.no_grad():
         outputs = module(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -79,8 +88,8 @@ def make_case(module: nn.Module, inputs: Sequence[Tensor], grads: Sequence[bool]
         [value(n, p, p.requires_grad) for n, p in module.named_parameters()],
         [value(n, b, False) for n, b in module.named_buffers()],
         [value(f"x{i}", x, g) for i, (x, g) in enumerate(zip(inputs, grads, strict=True))],
-        [value(f"y{i}", y, y.is_floating_point()) for i, y in enumerate(outputs)],
-        [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in outputs if y.is_floating_point()],
+        [value(f"y{i}", y, grad and y.is_floating_point()) for i, y in enumerate(outputs)],
+        [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in outputs if grad and y.is_floating_point()],
     )
 
 
@@ -174,6 +183,44 @@ class Through(nn.Module):
         return (x @ self.used.tanh()) @ self.frozen.t(), x, y
 
 
+class FusedBlock(nn.Module):
+    """One projection for q, k and v, split, with an additive mask; a weight used twice, once transposed; a gate by sigmoid."""
+
+    def __init__(self, hidden: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.scale = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        b, s, hidden = x.shape
+        parts = self.qkv(self.norm(x) * (1 + self.scale)).split(hidden, -1)
+        q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(b, s, hidden)
+        return (x + self.out(attended) * torch.sigmoid(x @ self.out.weight)).transpose(0, 1)
+
+
+class ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.conv2 = nn.Conv2d(8, 8, 3, stride=2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(torch.relu(self.norm(self.conv1(x))), 2)
+        return F.silu(self.conv2(x)).mean((2, 3))
+
+
+class Tables(nn.Module):
+    """Reads neither parameters nor inputs."""
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.1])
+        return angles.cos(), angles.sin()
+
+
 def _llama_inputs() -> list[Tensor]:
     angles = torch.arange(16.0)[:, None] / 10.0 ** torch.arange(0, 1, 0.25)[None]
     angles = torch.cat((angles, angles), -1)
@@ -186,6 +233,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], list
     "llama": (LlamaBlock, _llama_inputs, [True, False, False]),
     "prologue": (Prologue, lambda: [torch.randint(0, 50, (2, 16))], [False]),
     "epilogue": (Epilogue, lambda: [torch.randn(2, 16, 32), torch.randint(0, 50, (2, 16))], [True, False]),
+    "fused": (FusedBlock, lambda: [torch.randn(2, 16, 32), torch.randn(16, 16)], [True, False]),
+    "conv": (ConvBlock, lambda: [torch.randn(2, 3, 12, 12)], [True]),
+    "tables": (Tables, list, []),
     "through": (Through, lambda: [torch.randn(4, 8), torch.randn(4, 8), torch.randn(2)], [True, True, True]),
 }
 

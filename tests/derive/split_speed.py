@@ -6,6 +6,7 @@ PYTHONPATH=src OMP_NUM_THREADS=1 python -m tests.derive.split_speed
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 import timeit
 from collections.abc import Callable
@@ -85,7 +86,7 @@ def main() -> None:
     for op, binding in ((op, BINDINGS[op]) for op in (torch.ops.aten.mm.default, torch.ops.aten.add.Tensor)):
         for label, call in (("torch.ops", op), ("inner", op._op), ("binding", binding)):
             seconds = min(timeit.repeat(lambda call=call: call(a, b), number=5000, repeat=5)) / 5000  # type: ignore[misc]
-            print(f"{op!s:20} {label:10} {seconds * 1e6:.2f} us")
+            sys.stdout.write(f"{op!s:20} {label:10} {seconds * 1e6:.2f} us\n")
     for hidden, batch, seq, heads, repeats in ((32, 2, 16, 4, 200), (512, 2, 64, 8, 40), (512, 4, 128, 8, 15)):
         cases = {"llama": llama(hidden, batch, seq, heads)}
         cases["gelu"] = make_case(GeluBlock(hidden), [torch.randn(batch, seq, hidden)], [True], torch.float32)
@@ -97,7 +98,9 @@ def main() -> None:
                 for way, seconds in times.items()
                 if not way.startswith("eager")
             )
-            print(f"{name} hidden {hidden}, {batch * seq} tokens: eager {first * 1e3:.2f} ms; as fast as eager times: {line}")
+            sys.stdout.write(
+                f"{name} hidden {hidden}, {batch * seq} tokens, eager {first * 1e3:.2f} ms; speed over eager: {line}\n"
+            )
 
 
 if __name__ == "__main__":

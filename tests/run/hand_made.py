@@ -1,6 +1,6 @@
 """Programs written by hand: a tied language model whose segments are small functions, differentiated by autograd when run.
 
-They obey the calling convention of Graphs, so the run time can be tested against one process without the rooms that derive Programs.
+They obey the calling convention of Graphs, so the run time can be tested against one process without what derives Programs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def graphs(fn: Function, params: int, grad_in: tuple[bool, ...], trainable: tupl
         inputs = [x.detach().requires_grad_(g) for x, g in zip(inputs, grad_in, strict=True)]
         with torch.enable_grad():
             outputs = fn(world, weights, inputs)
-        tape = Tape([y for y in outputs if y.requires_grad], [x for x in inputs if x.requires_grad], [w for w in weights if w.requires_grad])
+        tape = Tape(
+            [y for y in outputs if y.requires_grad],
+            [x for x in inputs if x.requires_grad],
+            [w for w in weights if w.requires_grad],
+        )
         return tuple(y.detach() for y in outputs), (tape,)
 
     def gradients(tape: Tape, grads: list[Tensor], wrt: list[Tensor]) -> tuple:
@@ -83,13 +87,15 @@ def embed(world: str, params: list[Tensor], inputs: list[Tensor]) -> tuple[Tenso
 
 
 def block(world: str, params: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    weight, bias, unused = params
+    weight, bias, _ = params
     return (inputs[0] + torch.tanh(inputs[0] @ weight.T + bias),)
 
 
 def head(world: str, params: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
     logits = inputs[0] @ params[0].T
-    return (torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[1].flatten(), ignore_index=IGNORED, reduction="sum"),)
+    return (
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[1].flatten(), ignore_index=IGNORED, reduction="sum"),
+    )
 
 
 def count(world: str, params: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -97,9 +103,16 @@ def count(world: str, params: list[Tensor], inputs: list[Tensor]) -> tuple[Tenso
 
 
 def program(
-    mesh: Mesh, microbatches: int, *, blocks: int = 3, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = (), head: Function = head,
-    head_defers: tuple[str, ...] = (), loss_partial: tuple[str, ...] = (),
-) -> Program:  # fmt: skip
+    mesh: Mesh,
+    microbatches: int,
+    *,
+    blocks: int = 3,
+    dtype: torch.dtype = torch.float64,
+    frozen: tuple[str, ...] = (),
+    head: Function = head,
+    head_defers: tuple[str, ...] = (),
+    loss_partial: tuple[str, ...] = (),
+) -> Program:
     """Embedding, blocks, and a head tied to the embedding; the batch is split over dp."""
     rows = ("dp",) if "dp" in mesh.names else ()
     partial = frozenset(rows)
@@ -119,8 +132,15 @@ def program(
     }
     parameters = {name: replace(p, trainable=name not in frozen) for name, p in parameters.items()}
 
-    def segment(index: int, name: str, fn: Function, params: tuple[str, ...], inputs: dict[Source, Value], outputs: tuple[Value, ...],
-                deferred: frozenset[str] = partial) -> Segment:  # fmt: skip
+    def segment(
+        index: int,
+        name: str,
+        fn: Function,
+        params: tuple[str, ...],
+        inputs: dict[Source, Value],
+        outputs: tuple[Value, ...],
+        deferred: frozenset[str] = partial,
+    ) -> Segment:
         trainable = tuple(parameters[p].trainable for p in params)
         cls = SegmentClass(
             key=name,
@@ -145,13 +165,17 @@ def program(
     reads = {Source("cut", f"hidden{blocks}"): hidden[blocks], Source("batch", "labels"): labels}
     segments.append(segment(blocks + 1, "head", head, ("embed.weight",), reads, (loss,), partial | set(head_defers)))
     counter = segment(-1, "count", count, (), {Source("batch", "labels"): labels}, (total,))
-    return Program(mesh, microbatches, tuple(segments), parameters, {}, {"tokens": tokens, "labels": labels}, None, False, counter, rows)
+    return Program(
+        mesh, microbatches, tuple(segments), parameters, {}, {"tokens": tokens, "labels": labels}, None, False, counter, rows
+    )
 
 
 def weights(dtype: torch.dtype = torch.float64, blocks: int = 3) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {name: p.shape for name, p in program(Mesh(), 1, blocks=blocks).parameters.items()}
-    return {name: (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def batch(seed: int = 0) -> dict[str, Tensor]:
@@ -174,7 +198,13 @@ def reference_loss(values: Mapping[str, Tensor], given: Mapping[str, Tensor], bl
 
 
 def executor(
-    made: Program, world: World, config: Config, *, values: Mapping[str, Tensor], schedule: str | Schedule = "1f1b", max_norm: float | None = None
+    made: Program,
+    world: World,
+    config: Config,
+    *,
+    values: Mapping[str, Tensor],
+    schedule: str | Schedule = "1f1b",
+    max_norm: float | None = None,
 ) -> Executor:
     if isinstance(schedule, str):
         schedule = build(from_program(made), schedule, made.mesh.extent(("pp",)), made.microbatches)
@@ -186,8 +216,8 @@ def executor(
     return Executor(made, schedule, world, parameters, Optimizer(config, parameters), max_norm=max_norm)
 
 
-def on_every_rank(made: Program, fn: Callable[[Executor], object], config: Config, rendezvous: bool = True, **options: object) -> list:
+def on_every_rank(made: Program, fn: Callable[[Executor], object], config: Config, **options: object) -> list:
     """fn(executor) on every rank of the Program's mesh, as threads; sends complete only when they are received."""
     options.setdefault("values", weights(made.parameters["embed.weight"].dtype))
-    with LocalWorld(made.mesh, rendezvous=rendezvous, timeout=20) as worlds:
+    with LocalWorld(made.mesh, rendezvous=True, timeout=20) as worlds:
         return worlds.run(lambda world: fn(executor(made, world, config, **options)))  # type: ignore[arg-type]

@@ -49,14 +49,24 @@ class _Run:
         self.arrived: dict[tuple[int, int], list[tuple[tuple, int]]] = {}
 
     def go(self, rng: random.Random) -> None:
+        ranks = list(range(len(self.lists)))
         while True:
-            moves = [("step", r, self.counter[r]) for r in range(len(self.lists)) if self._can_step(r)]
-            moves += [("end", r, i) for r in range(len(self.lists)) for i in self._heads(r) if self._can_end(r, i)]
-            free = [move for move in moves if move != self.held]
-            if not moves:
-                break
-            what, r, i = rng.choice(free or moves)
-            self._step(r, i) if what == "step" else self._end(r, i)
+            rng.shuffle(ranks)
+            moved = False
+            for r in ranks:
+                while self._can_step(r) and self.held != ("step", r, self.counter[r]):
+                    moved = True
+                    self._step(r, self.counter[r])
+                    if rng.random() < 0.3:
+                        break
+                for i in self._heads(r):
+                    if self.held != ("end", r, i) and self._can_end(r, i):
+                        moved = True
+                        self._end(r, i)
+            if not moved:
+                if self.held is None:
+                    break
+                self.held = None
         self._at_the_end()
 
     def _meets(self, r: int, i: int) -> bool:

@@ -12,8 +12,8 @@ from phalanx.mesh import Mesh
 from phalanx.schedule import build
 from phalanx.schedule.actions import Action, Schedule
 from phalanx.schedule.check import ScheduleError, check
-from phalanx.schedule.pipeline import Order, Step
 from phalanx.schedule.lower import lower
+from phalanx.schedule.pipeline import Order, Step
 from phalanx.schedule.values import Values, link
 from phalanx.schedule.view import Message, SegmentView, View, Weight
 from phalanx.schedule.waits import CHANNELS
@@ -29,8 +29,8 @@ def with_list(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
 
 
 def reorder(actions: tuple[Action, ...], order: list[int]) -> list[Action]:
-    """Actions at the old indices `order`, needs following them; an action that is left out is no longer needed, and of an action
-    listed twice the first is."""
+    """Actions at the old indices `order`, needs following them. An action that is left out is no longer needed; of one that is
+    listed twice, the first is."""
     new = {old: order.index(old) for old in set(order)}
     return [replace(actions[old], needs=tuple(new[need] for need in actions[old].needs if need in new)) for old in order]
 
@@ -128,7 +128,7 @@ def test_every_built_schedule_is_proved_and_runs(name: str, tied: bool, grad: bo
 
 def variants() -> list[tuple[Schedule, View]]:
     found = []
-    for name, pp, m, tied, grad in (("1f1b", 2, 3, True, True), ("gpipe", 2, 2, False, False), ("1f1b", 3, 3, True, True)):
+    for name, pp, m, tied, grad in (("1f1b", 2, 2, True, True), ("gpipe", 2, 2, False, False), ("1f1b", 3, 3, True, True)):
         view = toy(pp, dp=2, tied=tied, grad=grad)
         found.append((build(view, name, pp, m), view))
     found.append((gathered(*found[0]), found[0][1]))
@@ -144,7 +144,7 @@ def test_check_and_executor_agree_on_mutations() -> None:
     verdicts: Counter[tuple[bool, str]] = Counter()
     for schedule, view in bases:
         assert judge(schedule, view, "rank", True, seed=1) is None
-    for seed in range(250):
+    for seed in range(200):
         schedule, view = rng.choice(bases)
         changed = mutate(schedule, rng)
         channel, rendezvous = rng.choice(MODELS)
@@ -157,7 +157,7 @@ def test_check_and_executor_agree_on_mutations() -> None:
         assert (wrong is None) == (proof is None), f"seed {seed}, {channel}: executor {wrong!r}, check {proof!r}\n{changed}"
         verdicts[wrong is None, "deadlock" if proof and proof.startswith("deadlock") else ""] += 1
     # Agreement is only worth something if every verdict occurs.
-    assert verdicts[True, ""] > 50 and verdicts[False, "deadlock"] > 50 and verdicts[False, ""] > 50, verdicts
+    assert verdicts[True, ""] > 30 and verdicts[False, "deadlock"] > 30 and verdicts[False, ""] > 30, verdicts
 
 
 def late_receives(schedule: Schedule) -> Schedule:
@@ -278,5 +278,5 @@ def test_a_view_without_a_cut_gradient_sends_none_back() -> None:
 
 
 def test_unknown_channel_model() -> None:
-    with pytest.raises(ValueError, match="'edges'.*host, rank, direction, edge"):
+    with pytest.raises(ValueError, match=r"'edges'.*host, rank, direction, edge"):
         check(build(toy(2), "1f1b", 2, 1), toy(2), channel="edges")

@@ -14,8 +14,8 @@ def toy(
     grad: bool = True,
     width: int = 8,
 ) -> View:
-    """`blocks` defaults to one a stage. `tied` shares one weight between the prologue and the epilogue; without `grad` the prologue's
-    output carries no gradient, as that of a frozen embedding does."""
+    """`blocks` defaults to one a stage. `tied` shares one weight between the prologue and the epilogue; without `grad` the
+    prologue's output carries no gradient, as that of a frozen embedding does."""
     blocks = pp if blocks is None else blocks
     axes = ("dp",) if dp > 1 else ()
     hidden = (Message("h", (2, width), "float32", 2 * width * 4),)

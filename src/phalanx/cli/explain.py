@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,23 +16,21 @@ from phalanx.train.config import TrainConfig
 from phalanx.train.metrics import bytes_text
 
 if TYPE_CHECKING:
-    from torch import fx
-
-    from phalanx.derive.program import Program, Segment
+    from phalanx.derive.program import Program
     from phalanx.schedule.actions import Schedule
-    from phalanx.schedule.view import View
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    from phalanx.schedule.check import Report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Say what a model on a mesh computes, exchanges and keeps, rank by rank, without running it."""
+    """Say what a model on a mesh computes, exchanges and keeps, without running it: every collective, its bytes and why."""
 
     config: Path | None = None
     """A YAML file with any of the run's options below; the command line has the last word."""
     actions: bool = False
     """Print every rank's list of actions as well."""
+    json: bool = False
+    """Print the collectives as one JSON object and nothing else."""
     run: Annotated[TrainConfig, tyro.conf.arg(name="")]
 
 
@@ -44,6 +42,7 @@ def main(args: list[str]) -> int:
     from phalanx.run.initialize import deferred_init
     from phalanx.schedule import build, from_program
     from phalanx.schedule.check import check
+    from phalanx.schedule.explain import explain
     from phalanx.train.assembly import derived_program
     from phalanx.train.models import build as build_model
 
@@ -52,123 +51,44 @@ def main(args: list[str]) -> int:
     program = derived_program(config, model, deferred_init(model.factory))
     view = from_program(program)
     schedule = build(view, config.schedule, view.pp, config.microbatches)
-    check(schedule, view)
-    print(explained(config, program, view, schedule))
+    report = check(schedule, view)
+    explanation = explain(program, schedule)
+    if options.json:
+        print(json.dumps(explanation.as_json()))
+        return 0
+    print("\n".join([*head(config, program), "", str(explanation), "", *stages(program, schedule, report)]))
     if options.actions:
-        print(f"\nactions:\n{schedule}")
+        print(f"\n{schedule}")
     return 0
 
 
-def explained(config: TrainConfig, program: Program, view: View, schedule: Schedule) -> str:
-    """The whole text."""
-    total = sum(parameter_sizes(program, program.parameters))
-    placed = ", ".join(f"{name}={size}" for name, size in program.mesh.axes) or "one rank"
-    lines = [
-        f"{config.model}: {total:,} parameters on {placed} ({program.mesh.size} ranks), {config.dtype}",
-        f"batch {config.batch} × {config.seq} in {program.microbatches} microbatches, split over "
-        + ("+".join(program.batch_axes) or "nothing"),
-        "",
-        "segments: what one rank computes and exchanges for a microbatch (F forward, B backward) and sums once a step (REDUCE)",
-    ]
-    lines += [line for group in classes(program) for line in segment_lines(group, program, view)]
-    lines += ["", "why each forward collective is there (its backward is fixed by the pair):", *reasons(program)]
-    lines += ["", f"one step of one rank, schedule {schedule.name}:", *stage_lines(program, view, schedule)]
-    lines += [f"warning: {warning}" for warning in program.warnings]
-    return "\n".join(lines)
+def head(config: TrainConfig, program: Program) -> list[str]:
+    total = sum(numel(program, program.parameters))
+    placed = f"mesh {program.mesh}, {program.mesh.size} ranks" if program.mesh.names else "one rank"
+    batch = f"batch {config.batch} × {config.seq} in {program.microbatches} microbatches"
+    split = f"split over {'+'.join(program.batch_axes)}" if program.batch_axes else "whole on every rank"
+    return [f"{config.model}: {total:,} parameters in {config.dtype} on {placed}", f"{batch}, {split}"]
 
 
-def classes(program: Program) -> list[list[Segment]]:
-    """Segments that share a class, in order of their first."""
-    groups: dict[int, list[Segment]] = {}
-    for segment in program.segments:
-        groups.setdefault(id(segment.cls), []).append(segment)
-    return list(groups.values())
-
-
-def segment_lines(group: list[Segment], program: Program, view: View) -> list[str]:
-    first = group[0]
-    graphs = first.cls.graphs
-    assert graphs is not None
-    name = first.name if len(group) == 1 else f"{first.name} … {group[-1].name} ({len(group)} alike)"
-    seen = view.segments[first.index]
-    lines = [
-        f"  {name}: {sum(parameter_sizes(program, first.params, local=True)):,} parameters a rank, "
-        f"{graphs.flops['F'] / 1e9:.3g} + {graphs.flops['B'] / 1e9:.3g} GFLOP, keeps {bytes_text(graphs.saved_bytes)}"
-    ]
-    lines += [
-        f"    {letter} {line}" for letter, graph in (("F", graphs.F), ("B", graphs.B)) for line in traffic(collectives(graph))
-    ]
-    sums: Counter[tuple[str, str]] = Counter()
-    for weight in seen.weights:
-        for axis in weight.axes:
-            sums[axis, "all_reduce"] += weight.bytes
-    return lines + [f"    REDUCE {operation} over {axis}: {bytes_text(size)}" for (axis, operation), size in sums.items()]
-
-
-def collectives(graph: fx.GraphModule) -> list[tuple[str, str, int]]:
-    """(axis, operation, bytes) of every collective in a graph; bytes are the larger of what goes in and what comes out."""
-    found = []
-    for node in graph.graph.nodes:
-        operation = getattr(node.target, "_opname", "")
-        if node.op == "call_function" and getattr(node.target, "namespace", "") == "phx" and operation in COLLECTIVES:
-            values = [node.meta["val"], node.args[0].meta["val"]]
-            found.append((str(node.args[2]), operation, max(value.numel() * value.element_size() for value in values)))
-    return found
-
-
-def traffic(calls: Iterable[tuple[str, str, int]]) -> list[str]:
-    count: Counter[tuple[str, str]] = Counter()
-    size: Counter[tuple[str, str]] = Counter()
-    for axis, operation, moved in calls:
-        count[axis, operation] += 1
-        size[axis, operation] += moved
-    return [f"{count[key]} {key[1]} over {key[0]}: {bytes_text(size[key])}" for key in count]
-
-
-def reasons(program: Program) -> list[str]:
-    """Each move once per class of segments."""
-    firsts = {group[0].name for group in classes(program)}
-    lines = []
-    for note in program.report:
-        if note["segment"] in firsts:
-            place = " ".join(filter(None, (note["module"], note["source"])))
-            lines.append(f"  {note['segment']}: {note['pair']} over {note['axis']} at {note['node']} ({place}): {note['why']}")
-    return lines or ["  none"]
-
-
-def stage_lines(program: Program, view: View, schedule: Schedule) -> list[str]:
-    """Bytes by axis of each pipeline coordinate, and the parameters and saved values that it holds at most."""
-    from phalanx.schedule.check import report
-
-    lines = []
-    peak = report(schedule, view)
+def stages(program: Program, schedule: Schedule, report: Report) -> list[str]:
+    """What a rank at each pipeline coordinate holds and does in one step."""
+    lines = [f"schedule {schedule.name}, proved free of deadlock; one rank at each pipeline coordinate:"]
     for at, actions in enumerate(schedule.ranks):
-        moved: Counter[str] = Counter()
-        for action in actions:
-            if action.segment is None:
-                continue
-            segment = program.segments[action.segment]
-            graphs = segment.cls.graphs
-            if action.kind in ("F", "B", "I", "W"):
-                for axis, _, size in collectives(getattr(graphs, action.kind)):
-                    moved[axis] += size
-            elif action.kind == "REDUCE":
-                for weight in view.segments[action.segment].weights:
-                    for axis in weight.axes:
-                        moved[axis] += weight.bytes
-            elif action.kind in ("SEND_F", "SEND_B"):
-                moved["pp"] += sum(message.bytes for message in view.cut(action.kind, action.segment))
-        hosted = {k for stage, where in zip(schedule.stages, schedule.host, strict=True) if where == at for k in stage}
-        names = dict.fromkeys(name for k in sorted(hosted) for name in program.segments[k].params)
-        held = sum(parameter_sizes(program, names, local=True))
-        axes = ", ".join(f"{axis} {bytes_text(moved[axis])}" for axis in program.mesh.names if moved[axis]) or "nothing"
-        lines.append(f"  pp {at}: {held:,} parameters, {len(actions)} actions, moves {axes}")
-    lines.append(f"  the list is proved free of deadlock; {peak}")
+        hosted = [k for stage, where in zip(schedule.stages, schedule.host, strict=True) if where == at for k in stage]
+        segments = [program.segments[k] for k in hosted]
+        names = dict.fromkeys(name for segment in segments for name in segment.params)
+        flops = sum(s.cls.graphs.flops["F"] + s.cls.graphs.flops["B"] for s in segments if s.cls.graphs) * program.microbatches
+        lines.append(
+            f"  pp {at}: {segments[0].name} to {segments[-1].name}, {sum(numel(program, names, local=True)):,} parameters, "
+            f"{flops / 1e12:.3g} TFLOP a step, keeps at most {bytes_text(report.peak_saved_bytes[at])} for the backward, "
+            f"{len(actions)} actions"
+        )
     return lines
 
 
-def parameter_sizes(program: Program, names: Iterable[str], *, local: bool = False) -> list[int]:
-    from phalanx.spec import local_numel
-
+def numel(program: Program, names: Iterable[str], *, local: bool = False) -> list[int]:
+    """Elements of each parameter, of the whole or of one rank's shard."""
     parameters = [program.parameters[name] for name in names]
-    return [local_numel(p.spec, p.shape, program.mesh) if local else math.prod(p.shape) for p in parameters]
+    if local:
+        return [math.prod(p.spec.local_shape(p.shape, program.mesh)) for p in parameters]
+    return [math.prod(p.shape) for p in parameters]

@@ -8,10 +8,8 @@ the lane keeps its tensors until its event has passed, so `record_stream` is not
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -20,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm import signature
+from phalanx.comm.lanes import CpuHandle, CudaHandle, Lane, new_event, new_stream
 from phalanx.comm.reduction import reduced
+from phalanx.comm.rollcall import leave_word, roll_call
 from phalanx.comm.signature import Call
 from phalanx.comm.transport import CommError, Done, Group, Handle, ReduceOp, Transport
 
@@ -28,23 +28,6 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.Redu
 _GLOO_NUMBERS = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64
 )  # fmt: skip
-_ROLL_CALL_SECONDS = 2.0
-"""How long survivors give each other to say that they are alive. They notice a dead peer within milliseconds of a call."""
-
-
-@dataclass
-class Lane:
-    """One communicator and, on CUDA, its stream and the tensors that are in flight on it."""
-
-    pg: Any
-    stream: Any  # torch.cuda.Stream, or None on CPU; torch leaves the methods of streams and events untyped
-    in_flight: deque[tuple[Any, tuple[Any, ...]]] = field(default_factory=deque)
-
-    def keep(self, event: Any, tensors: tuple[Any, ...]) -> None:
-        """Hold the tensors until the event has passed, and let go of those whose event has."""
-        while self.in_flight and self.in_flight[0][0].query():
-            self.in_flight.popleft()
-        self.in_flight.append((event, tensors))
 
 
 class C10dTransport(Transport):
@@ -93,7 +76,7 @@ class C10dTransport(Transport):
         pg = dist.new_group(list(ranks), backend="nccl" if self.on_cuda else "gloo", timeout=timedelta(seconds=self.timeout))
         if self.rank not in ranks:
             return None
-        lane = Lane(pg, _stream(self.device) if self.on_cuda else None)
+        lane = Lane(pg, new_stream(self.device) if self.on_cuda else None)
         if lane.stream is not None:
             with torch.cuda.stream(lane.stream):
                 probe = torch.zeros(1, device=self.device)
@@ -235,6 +218,7 @@ class C10dTransport(Transport):
         """Refuse later calls and drop the connections, so that ranks which wait for this one fail too."""
         if self._failure is None:
             self._failure = reason
+            leave_word(self.rank, repr(reason))
             self._disconnect()
 
     def _all_lanes(self) -> list[Lane]:
@@ -292,7 +276,7 @@ class C10dTransport(Transport):
                 work = start(lane.pg)
         except RuntimeError as error:
             self._fail(call, group, error)
-        return CpuHandle(self, call, group, work, finish, tensors)
+        return CpuHandle(self._fail, call, group, work, finish, tensors)
 
     def _issue_on_stream(
         self,
@@ -309,153 +293,32 @@ class C10dTransport(Transport):
         try:
             with torch.cuda.stream(stream), torch.no_grad():
                 start(lane.pg).wait()  # orders the lane's stream after NCCL's own; does not block the host
-                event = _event(self.timed)
+                event = new_event(self.timed)
                 event.record(stream)
         except RuntimeError as error:
             self._fail(call, group, error)
         lane.keep(event, tensors)
-        return CudaHandle(self, call, group, event, self._clock if self.timed else None)
+        return CudaHandle(self._fail, call, group, event, self._clock if self.timed else None, self.device, self.timeout)
 
     def _start_clock(self) -> tuple[Any, float]:
         """An event and the host time at which it passed: ties the device's clock to the host's."""
-        event = _event(True)
+        event = new_event(True)
         torch.cuda.synchronize(self.device)
         event.record(torch.cuda.current_stream(self.device))
         event.synchronize()
         return event, time.perf_counter()
 
     def _fail(self, call: Call, group: Group, error: RuntimeError) -> NoReturn:
-        """Disconnect, so that the other ranks notice, and raise CommError with the ranks of the group that no longer answer."""
+        """Disconnect, so that the other ranks notice, and raise CommError with the ranks of the group that are to blame."""
         blame = ""
         if self._failure is None:
             self._disconnect()
-            silent = self._silent_ranks(group)
-            if silent:
-                blame = f"; no sign of life within {_ROLL_CALL_SECONDS:g} s from rank{'s' * (len(silent) > 1)} "
-                blame += ", ".join(map(str, silent))
+            blame = roll_call(self.rank, group.ranks)
         failure = CommError(f"rank {self.rank}: {call.on(group)} failed{blame}: {str(error).partition(chr(10))[0]}")
         failure.__cause__ = error
         if self._failure is None:
             self._failure = failure
         raise failure
-
-    def _silent_ranks(self, group: Group) -> list[int]:
-        """Ranks of the group that do not report a failure of their own to the store while others wait for them."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"phalanx/alive/{self.rank}", "yes")
-            silent = [rank for rank in group.ranks if rank != self.rank]
-            until = time.monotonic() + _ROLL_CALL_SECONDS
-            while silent:
-                silent = [rank for rank in silent if not store.check([f"phalanx/alive/{rank}"])]
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.02)
-            return silent
-        except RuntimeError:  # the store went with the rank that hosted it; the error still names the call and its group
-            return []
-
-
-class CpuHandle:
-    """A Gloo work. `finish` does what is left to this rank, once, in `wait`."""
-
-    __slots__ = ("_call", "_finish", "_finished", "_group", "_tensors", "_transport", "_work")
-
-    def __init__(
-        self,
-        transport: C10dTransport,
-        call: Call,
-        group: Group,
-        work: Any,
-        finish: Callable[[], None] | None,
-        tensors: tuple[Any, ...],
-    ) -> None:
-        self._transport = transport
-        self._call = call
-        self._group = group
-        self._work = work
-        self._finish = finish
-        self._tensors = tensors
-        self._finished: float | None = None
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            self._transport._fail(self._call, self._group, error)
-        if self._finished is None:
-            self._finished = time.perf_counter()
-        if self._finish is not None:
-            with torch.no_grad():
-                self._finish()
-        self._work = self._finish = None
-        self._tensors = ()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def done(self) -> bool:
-        if self._finished is None and self._work.is_completed():
-            self._finished = time.perf_counter()
-        return self._finished is not None
-
-    def finished(self) -> float | None:
-        """Gloo keeps no times: this is when completion was first seen."""
-        self.done()
-        return self._finished
-
-
-class CudaHandle:
-    """An event on a lane."""
-
-    __slots__ = ("_call", "_clock", "_event", "_group", "_transport")
-
-    def __init__(
-        self,
-        transport: C10dTransport,
-        call: Call,
-        group: Group,
-        event: Any,
-        clock: tuple[Any, float] | None,
-    ) -> None:
-        self._transport = transport
-        self._call = call
-        self._group = group
-        self._event = event
-        self._clock = clock
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._transport.device).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        """Polls, because a kernel that waits for a dead peer never ends and must be reported rather than waited for."""
-        until = time.monotonic() + self._transport.timeout
-        try:
-            while not self._event.query():
-                if time.monotonic() > until:
-                    raise RuntimeError(f"not complete after {self._transport.timeout:g} s")
-                time.sleep(5e-5)
-        except RuntimeError as error:
-            self._transport._fail(self._call, self._group, error)
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def finished(self) -> float | None:
-        if self._clock is None or not self.done():
-            return None
-        zero, at = self._clock
-        return at + float(zero.elapsed_time(self._event)) / 1000.0
-
-
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _event(timed: bool) -> Any:
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
 def _bytes(x: Tensor) -> Tensor:

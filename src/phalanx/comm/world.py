@@ -69,7 +69,9 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.transport.abort(error)  # so that the other ranks learn why this one does not come
         self.close()
 
     @property

@@ -91,9 +91,10 @@ def inline_regions(graph: fx.Graph, regions: torch.nn.Module) -> None:
         elif name == "wrap_with_autocast":
             enabled, body, operands, grad = node.args[2], node.args[4], node.args[5:], True
             if enabled:
+                first = next(inner for inner in getattr(regions, body.target).graph.nodes if inner.op == "call_function")
                 raise ValueError(
-                    f"{where(node)}: torch.autocast inside the model. Which ops it casts is decided while they run, so a captured "
-                    "graph cannot keep it: cast the parameters (model.to(torch.bfloat16)) or activations with .to(dtype)"
+                    f"{where(first)} runs under torch.autocast. What that casts is decided as ops run, so a captured graph "
+                    "cannot keep it: cast the parameters (model.to(torch.bfloat16)) or activations with .to(dtype)"
                 )
         else:
             raise ValueError(f"{where(node)}: a graph cannot contain the higher-order op {name}; write it with plain ops")

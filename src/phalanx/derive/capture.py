@@ -146,21 +146,23 @@ class _Step(nn.Module):
         self.module = module
         self.positional, self.keywords, self.fixed = arguments
         self.loss = (loss,)  # in a tuple: a loss that is a module is not a part of the model
-        self.custom: list[Any] = []
+        self.observe: Callable[[tuple[Tensor, ...]], None] = lambda tensors: None
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         outputs = self.module(*(batch[n] for n in self.positional), **{n: batch[n] for n in self.keywords}, **self.fixed)
         (loss,) = self.loss
         tensors = loss_tensors(outputs if loss is None else loss(outputs, dict(batch)), explicit=loss is not None)
-        self.custom.extend(reject.custom_functions(tensors))
+        self.observe(tensors)
         return tensors
 
 
 def _export(step: _Step, batch: dict[str, Tensor], fake: FakeTensorMode) -> tuple[torch.export.ExportedProgram, str]:
     """The exported step and what it printed."""
     terminal, printed = sys.stdout, io.StringIO()
+    custom: list[Any] = []
+    step.observe = lambda tensors: custom.extend(reject.custom_functions(tensors))
     try:
-        with contextlib.redirect_stdout(printed), reject.GradientHookGuard(), torch.enable_grad():
+        with contextlib.redirect_stdout(printed), fx.traceback.preserve_node_meta(), reject.Watch(), torch.enable_grad():
             exported = torch.export.export(step, (batch,), strict=False)
     except Exception as error:
         place = reject.line_of_error(error)
@@ -170,10 +172,10 @@ def _export(step: _Step, batch: dict[str, Tensor], fake: FakeTensorMode) -> tupl
             error.add_note(f"while the model was captured, at {place}")
         raise
     terminal.write(printed.getvalue())
-    if step.custom:
+    if custom:
 
         def again() -> tuple[Tensor, ...]:
-            with fake, contextlib.redirect_stdout(io.StringIO()):
+            with fake, torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):
                 return step(batch)  # type: ignore[no-any-return]
 
         reject.refuse_custom_functions(again)
@@ -347,7 +349,7 @@ def _meta(node: fx.Node) -> dict[str, Any]:
         "module": modules[-1] if modules else "",
         "modules": modules,
         "calls": tuple(calls),
-        "source": reject.line_of_trace(node.meta.get("stack_trace")),
+        "source": reject.line_of_node(node),
     }
 
 

@@ -223,7 +223,8 @@ def _reshapes(node: fx.Node, value: Tensor) -> bool:
 
 
 def _same_layout(node: fx.Node, other: Any) -> bool:
-    a, b = node.meta.get("val"), other.meta.get("val") if isinstance(other, fx.Node) else None
+    a = node.meta.get("val")
+    b = other.meta.get("val") if isinstance(other, fx.Node) else None
     return isinstance(a, Tensor) and isinstance(b, Tensor) and _layout(a) == _layout(b)
 
 
@@ -233,7 +234,7 @@ def _layout(x: Tensor) -> Hashable:
 
 def _is_first_power(node: fx.Node) -> bool:
     """pow(x, 1) is a copy of x; the backward of a square is full of it."""
-    return node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and _same_layout(node, node.args[0])
+    return node.target is aten.pow.Tensor_Scalar and bool(node.args[1] == 1) and _same_layout(node, node.args[0])
 
 
 def _mergeable(node: fx.Node) -> bool:

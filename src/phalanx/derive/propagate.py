@@ -79,10 +79,10 @@ def _claims(
     form: Form, operands: Sequence[Placed], result_shapes: Sequence[tuple[int, ...]], mesh: Mesh
 ) -> tuple[dict[Label, tuple[str, ...]], dict[Label, tuple[int, ...]]]:
     sizes: dict[Label, set[int]] = {}
+    fewer: dict[Label, set[int]] = {}
     for at, (labels, operand) in enumerate(zip(form.operands, operands, strict=True)):
-        if at not in form.may_stay_whole:
-            for label, size in zip(labels, operand.shape, strict=True):
-                sizes.setdefault(label, set()).add(size)
+        for label, size in zip(labels, operand.shape, strict=True):
+            (fewer if at in form.may_stay_whole else sizes).setdefault(label, set()).add(size)
     for labels, shape in zip(form.results, result_shapes, strict=True):
         for label, size in zip(labels, shape, strict=True):
             sizes.setdefault(label, set()).add(size)
@@ -109,7 +109,10 @@ def _claims(
             for axis in split[len(mine) :]:
                 candidate = (*mine, axis)
                 divisors = fused if fused and label not in taken_apart else tuple(sizes[label])
-                if axis in elsewhere or any(size % mesh.extent(candidate) for size in divisors):
+                ranks = mesh.extent(candidate)
+                if axis in elsewhere or any(size % ranks for size in divisors):
+                    break
+                if any(size % ranks and ranks % size for size in fewer.get(label, ())):
                     break
                 mine = candidate
             if mine:

@@ -6,8 +6,10 @@ looked for while the model runs. Nothing here changes a model or a graph.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import sys
 import sysconfig
 import traceback
 import warnings
@@ -23,6 +25,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+LINE = "phalanx_line"
+"""Key of the user's line in meta["custom"] of a traced node."""
 _GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -35,6 +39,15 @@ def user_line(frames: Iterable[tuple[str, int]]) -> str:
     return found
 
 
+def calling_line() -> str:
+    """The user's line that is running now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame.f_back is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@functools.cache
 def _is_internal(path: str) -> bool:
     if path.startswith("<") or path.startswith(_TORCH):
         return True
@@ -43,9 +56,13 @@ def _is_internal(path: str) -> bool:
     return path.startswith(_STDLIB) and "site-packages" not in path
 
 
-def line_of_trace(text: str | None) -> str:
-    """The user's line in a formatted stack trace, as export records with every node."""
-    return user_line((path, int(line)) for path, line in _FRAME.findall(text or ""))
+def line_of_node(node: fx.Node) -> str:
+    """The user's line that made a traced node."""
+    return str(node.meta.get("custom", {}).get(LINE) or _line_of_trace(node.meta.get("stack_trace", "")))
+
+
+def _line_of_trace(text: str) -> str:
+    return user_line((path, int(line)) for path, line in _FRAME.findall(text))
 
 
 def line_of_error(error: BaseException) -> str:
@@ -65,24 +82,34 @@ def where(node: fx.Node) -> str:
     return f"{node.target} in {module} at {node.meta.get('source') or 'an unknown line'}"
 
 
-class GradientHookGuard(TorchFunctionMode):
-    """Refuses a gradient hook on any tensor for as long as it is entered."""
+class Watch(TorchFunctionMode):
+    """Entered while the model is traced: notes the user's line with every node, and refuses gradient hooks on tensors.
+
+    Export's own stack traces end at the innermost `forward`; a function called from there, or the loss, would have no line.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute such as .shape, which makes no node
+            return func(*args, **(kwargs or {}))
+        line = calling_line()
         if func in _GRADIENT_HOOKS:
-            line = user_line((frame.filename, frame.lineno or 0) for frame in traceback.extract_stack())
             raise ValueError(
-                f"{line or 'the model'} calls {func.__name__} on an activation. A captured graph has no tensor hooks, so its "
+                f"{line or 'the model'} calls {name} on an activation. A captured graph has no tensor hooks, so its "
                 "gradients would silently differ. Write the change of the gradient as an op with its own backward "
                 "(torch.library.custom_op and register_autograd), or remove the hook"
             )
-        return func(*args, **(kwargs or {}))
+        with fx.traceback.annotate({LINE: line}):
+            return func(*args, **(kwargs or {}))
 
 
 def custom_functions(outputs: Iterable[Tensor]) -> list[Any]:
-    """Custom autograd Functions that the gradient of `outputs` passes through; torch's own module-hook Function is not one."""
+    """Custom autograd Functions that the gradient of `outputs` passes through.
+
+    Those of torch.library operators (captured whole) and of module backward hooks (warned of) do not count.
+    """
     stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen: set[Any] = set()
     found = []
@@ -91,8 +118,10 @@ def custom_functions(outputs: Iterable[Tensor]) -> list[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) and type(node).__name__ != "BackwardHookFunctionBackward":
-            found.append(node)
+        if isinstance(node, BackwardCFunction):
+            function = node._forward_cls  # type: ignore[attr-defined]
+            if function.__module__ != "torch._library.autograd" and function.__name__ != "BackwardHookFunction":
+                found.append(node)
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
     return found
 
@@ -116,7 +145,7 @@ def refuse_custom_functions(run: Callable[[], Iterable[Tensor]]) -> NoReturn:
 
 def _place_of_function(node: Any) -> str:
     lines = "".join(node.metadata.get("traceback_", []))
-    return f"{node.name().removesuffix('Backward')} at {line_of_trace(lines) or 'an unknown line'}"
+    return f"{node.name().removesuffix('Backward')} at {_line_of_trace(lines) or 'an unknown line'}"
 
 
 def hook_warnings(module: nn.Module) -> list[str]:
@@ -124,8 +153,8 @@ def hook_warnings(module: nn.Module) -> list[str]:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks:
             raise ValueError(
-                f"parameter {name!r} has a gradient hook (register_hook). A captured graph has no tensor hooks, so its gradient "
-                "would silently differ: remove the hook"
+                f"parameter {name!r} has a gradient hook (register_hook). A captured graph has no tensor hooks, so its "
+                "gradient would silently differ: remove the hook"
             )
     lost = [
         f"parameter {name!r} has a post-accumulate gradient hook, which never runs"

@@ -47,8 +47,8 @@ def split(
     recompute   "none" saves what autograd would; "full" saves the inputs only, and B and I compute the forward again first
     accumulate  make BA and WA too, which write gradients into accumulators
 
-    Without input gradients I computes nothing and hands the output gradients to W as `pending`. The gradient of an input that no
-    output depends on is zeros. Outputs and input gradients are contiguous.
+    Without input gradients I computes nothing and hands the output gradients to W as `pending`. The gradient of an input that
+    no output depends on is zeros. Outputs and input gradients are contiguous.
     """
     if recompute not in ("none", "full"):
         raise ValueError(f"recompute is {recompute!r}; it is 'none' or 'full'")

@@ -125,18 +125,19 @@ class _Origin:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.meta = graph, {"phase": "forward"}
-        self.last: fx.Node = next(iter(reversed(graph.nodes)))
+        self.last: fx.Node | None = next(iter(reversed(graph.nodes)), None)
 
     def enter(self, meta: dict[str, Any], phase: str) -> None:
         self.flush()
         self.meta = {"phase": phase, **{key: meta[key] for key in ("module", "source") if key in meta}}
 
     def flush(self) -> None:
-        newest: fx.Node = next(iter(reversed(self.graph.nodes)))
-        node = newest
-        while node is not self.last:
+        newest = self.last
+        for node in reversed(self.graph.nodes):
+            if node is self.last:
+                break
             node.meta.update(self.meta)
-            node = node.prev
+            newest = node if newest is self.last else newest
         self.last = newest
 
     def follow(self, result: Any, meta: dict[str, Any], seen: set[Any]) -> None:

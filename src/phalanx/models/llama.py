@@ -53,9 +53,7 @@ class LlamaConfig:
 # Meta's published configurations of Llama 3.2 1B, Llama 3 8B and Llama 3 70B.
 PRESETS = {
     "tiny": LlamaConfig(),
-    "1b": LlamaConfig(
-        vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, theta=500000.0, tied=True
-    ),
+    "1b": LlamaConfig(vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, theta=500000.0, tied=True),
     "8b": LlamaConfig(vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, theta=500000.0),
     "70b": LlamaConfig(vocab=128256, hidden=8192, inner=28672, layers=80, heads=64, kv_heads=8, theta=500000.0),
 }
@@ -148,7 +146,7 @@ class Llama(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02), and 0.02 / sqrt(2 layers) for what adds to the residual stream (Radford et al. 2019, section 2.3)."""
+        """Normal of deviation 0.02, over sqrt(2 layers) in residual projections (Radford et al. 2019, section 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -1,4 +1,4 @@
-"""Names of the dimensions of Llama and the families that share its modules: Qwen 2 and 3, Mistral, Gemma, Phi-3's relatives."""
+"""Names of the dimensions of Llama and the families that share its modules: Qwen 2 and 3, Mistral, Gemma, SmolLM 3."""
 
 NAMES = {
     "*embed_tokens.weight": "vocab embed",

@@ -19,9 +19,9 @@ def microbatches(
     """This rank's slice of every microbatch, for the entries that the Program reads.
 
     Microbatch j of m holds samples [jB/m, (j+1)B/m) of the B in a global batch, each cut over the ranks by the entry's Spec.
-    With `local` the batch holds this rank's slices only, one microbatch after another. An entry without dimensions goes whole to
-    every microbatch. `bounds` are numbers of embedding rows by entry: ids outside raise ValueError here instead of reading foreign
-    memory on a device.
+    With `local` the batch holds this rank's slices only, one microbatch after another. An entry without dimensions goes whole
+    to every microbatch. `bounds` are numbers of embedding rows by entry: ids outside raise ValueError here instead of reading
+    foreign memory on a device.
     """
     parts: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches)]
     for name, value in program.batch.items():
@@ -42,9 +42,8 @@ def microbatches(
 def _entry(batch: Mapping[str, Tensor], name: str, value: Value, program: Program, world: World, local: bool) -> Tensor:
     if name not in batch:
         close = difflib.get_close_matches(name, list(batch), n=1)
-        raise ValueError(
-            f"the batch has no entry {name!r}; it has {sorted(batch)}" + (f" (is {close[0]!r} meant to be it?)" if close else "")
-        )
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"the batch has no entry {name!r}; it has {sorted(batch)}{hint}")
     given = batch[name]
     if not isinstance(given, Tensor):
         raise ValueError(f"batch entry {name!r} is a {type(given).__name__}; it must be a tensor")

@@ -1,7 +1,7 @@
 """One rank's list of actions bound to its graphs, tensors and communicators: closures over numbered slots, made once.
 
-Running a list is then a loop over closures. Which value each action reads and writes, which of them die with it, and which messages
-it must wait for are all decided here, from the Program and the list alone.
+Running a list is then a loop over closures. Which value each action reads and writes, which of them die with it, and which
+messages it must wait for are all decided here, from the Program and the list alone.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Bound:
             self._slot(("table", name, None), fixed=value)
         nodes = self._nodes(actions)
         self._link(nodes)
-        self.operations: list[tuple[tuple[int, ...], Operation, Action]] = [
-            (tuple(node.waits), node.make(node), node.action) for node in nodes
+        self.operations: list[tuple[tuple[int, ...], Operation, Action | None]] = [
+            (tuple(node.waits), node.make(node), None if node.implied else node.action) for node in nodes
         ]
-        """(messages to wait for first, what to do, the action it belongs to), in order."""
+        """(messages to wait for first, what to do, the action that it is), in order; None is work that the next action implies."""
         self._transient = [i for i in range(len(self.machine.slots)) if i not in self._fixed]
 
     # Around a run
@@ -157,7 +157,7 @@ class Bound:
             if action.kind in ("B", "I") and action.segment == self._last and ("seed",) not in self._ids:
                 target, dtype = self._slot(("seed",)), self.program.segments[-1].cls.outputs[0].dtype
                 make = partial(operations.seed, self.machine, self._count, target, dtype)
-                nodes.append(Node(action, lambda node, make=make: make(), writes=[target]))  # type: ignore[misc]
+                nodes.append(Node(action, lambda node, make=make: make(), writes=[target], implied=True))  # type: ignore[misc]
             node = self._node(action, j)
             node.needs = [position[need] for need in action.needs if need in position]
             position[index] = len(nodes)
@@ -172,7 +172,9 @@ class Bound:
         if action.kind in self._others:
             return Node(action, lambda node: self._others[action.kind])
         if action.segment is None or action.kind in ("GATHER", "FREE"):
-            raise ValueError(f"this schedule has {action}, which the executor does not do: every rank stores its parameters whole")
+            raise ValueError(
+                f"this schedule has {action}, but the executor gathers no parameters: a rank stores its shards whole"
+            )
         segment = self.program.segments[action.segment]
         if action.kind in ("F", "B", "I", "W"):
             return self._compute(action, segment, j)
@@ -232,7 +234,13 @@ class Bound:
         writes = [self._slot(("table", name, j), fixed=None) for name in segment.outputs]
         reads = [*self._arguments(segment, j), *self._inputs(segment, j)]
         read = operator.itemgetter(*reads)
-        return Node(action, lambda node: lambda: machine.store(node.writes, compute(list(read(machine.slots)))), reads, writes)
+        return Node(
+            action,
+            lambda node: lambda: machine.store(node.writes, compute(list(read(machine.slots)))),
+            reads,
+            writes,
+            implied=True,
+        )
 
     def _link(self, nodes: Sequence[Node]) -> None:
         """Where slots die and messages are waited for.

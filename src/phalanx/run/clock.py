@@ -6,18 +6,17 @@ import time
 
 import torch
 
-
 Mark = float | torch.cuda.Event
 
 
 class Clock:
-    """Marks on the current stream, read later as seconds of time.perf_counter. Made for one step; making one waits for the device."""
+    """Marks on the current stream, read later as seconds of time.perf_counter. For one step; making it waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         if self._on_device:
             torch.cuda.synchronize(device)
-            self._base = torch.cuda.Event(enable_timing=True)
+            self._base = _event()
             self._base.record()
         self._zero = time.perf_counter()
 
@@ -25,7 +24,7 @@ class Clock:
         """A mark; on CUDA it is reached when the work enqueued so far is."""
         if not self._on_device:
             return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
+        mark = _event()
         mark.record()
         return mark
 
@@ -33,4 +32,9 @@ class Clock:
         if isinstance(mark, float):
             return mark
         mark.synchronize()
-        return self._zero + self._base.elapsed_time(mark) / 1e3
+        milliseconds: float = self._base.elapsed_time(mark)
+        return self._zero + milliseconds / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

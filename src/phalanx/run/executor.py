@@ -1,7 +1,7 @@
 """Runs one rank's list: the loop over actions, and the numbers that all ranks must agree on at its end.
 
-The list is bound to closures once (`bind`). Here is what happens around it: the batch goes in, NORM adds up loss, norm and count over
-the world in one message, a step that is not finite is refused before OPT changes anything, and the result comes out.
+The list is bound to closures once (`bind`). Here is what happens around it: the batch goes in, NORM adds up loss, norm and
+count over the world in one message, a step that is not finite is refused before OPT changes anything, the result comes out.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Executor:
     def step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Out:
         """One training step on a global batch, or on this rank's slices of it with `local`.
 
-        Raises ValueError for a batch that does not fit, FloatingPointError, on every rank and before any parameter changes, if the
-        loss or a gradient is not finite.
+        Raises ValueError for a batch that does not fit, and FloatingPointError, on every rank and before any parameter changes,
+        if the loss or a gradient is not finite.
         """
         self._training.start(self._step, microbatches(batch, self.program, self.world, local=local, bounds=self.bounds))
         self.parameters.begin()
@@ -155,7 +155,11 @@ class Executor:
         for waits, operation, action in bound.operations:
             if waits:
                 bound.machine.wait(waits)
-            with self.world.ledger.origin(segment=None if action.segment is None else names[action.segment], microbatch=action.microbatch):
+            if action is None:
+                operation()
+                continue
+            segment = None if action.segment is None else names[action.segment]
+            with self.world.ledger.origin(segment=segment, microbatch=action.microbatch):
                 start = clock.now()
                 issued = operation()
                 times.append((action, start, clock.now(), issued))
@@ -169,7 +173,15 @@ class Executor:
                 handle.synchronize()
                 seconds = max(seconds, handle.finished() or seconds)
             self.events.append(
-                Event(self.world.rank, action.lane, str(action), clock.seconds(start), seconds, segment=segment, microbatch=action.microbatch)
+                Event(
+                    rank=self.world.rank,
+                    lane=action.lane,
+                    name=str(action),
+                    start=clock.seconds(start),
+                    end=seconds,
+                    segment=segment,
+                    microbatch=action.microbatch,
+                )
             )
 
     def _bind(self, *, training: bool, watch: int | None = None) -> Bound:
@@ -211,8 +223,9 @@ class Executor:
     def gradients(self) -> dict[str, Tensor]:
         """Global gradients of the last step on every rank, by first name, before clipping. Collective."""
         parameters = self.parameters
-        names = [name for name, p in self.program.parameters.items() if p.trainable and parameters.is_hosted(name)]
-        return parameters.collect(names, lambda name: parameters.local_gradient(name) / self._scale, parameters.accumulator_of)
+        return parameters.collect(
+            parameters.trained, lambda name: parameters.local_gradient(name) / self._scale, parameters.accumulator_of
+        )
 
     def _loss(self, bound: Bound) -> Tensor:
         """Sum over the microbatches of the loss sum, on the ranks that contribute it; zero elsewhere."""
@@ -223,7 +236,7 @@ class Executor:
 
     def _add_up(self, terms: list[Tensor], count: Tensor) -> list[float]:
         """Sums over the world of terms that each rank has a share of, then the count, which all have."""
-        numbers = torch.stack([*terms, count.double() if self.world.rank == 0 else torch.zeros_like(count, dtype=torch.float64)])
+        numbers = torch.stack([*terms, count.double() if self.world.rank == 0 else count.new_zeros((), dtype=torch.float64)])
         self.world.transport.all_reduce(numbers, self._everybody).wait()
         sums: list[float] = numbers.tolist()
         if sums[-1] <= 0:

@@ -52,7 +52,7 @@ def check_equal(tensors: Mapping[str, Tensor], world: World) -> None:
     outline = torch.tensor([len(described), zlib.crc32("\n".join(described).encode())], device=world.device)
     if not _agree(outline, world).all():
         raise ValueError(
-            f"ranks built different models: this rank has {len(described)} tensors, the first {described[0] if described else '-'}; "
+            f"ranks built different models: this one has {len(described)} tensors, first {described[0] if described else '-'}; "
             "names, shapes and dtypes must be the same on every rank"
         )
     equal = _agree(torch.tensor([_checksum(x) for x in tensors.values()], device=world.device), world)

@@ -1,6 +1,6 @@
 """What each kind of action does when its turn comes: a closure per action over numbered slots, with nothing left to decide.
 
-`bind` decides which slots an action reads and writes, which of them die with it, and what it waits for; it calls the functions here.
+`bind` decides which slots an action reads and writes, which of them die with it, and what it waits for; then it calls these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNREAD = -1
 
 @dataclass
 class Node:
-    """An action, or a piece of work that the list implies, with the slots it touches."""
+    """An action, or a piece of work that the list implies before it, with the slots it touches."""
 
     action: Action
     make: Callable[[Node], Operation]
@@ -45,6 +45,7 @@ class Node:
     """Slots that nothing reads after this."""
     waits: list[int] = field(default_factory=list)
     """Nodes whose messages must be complete before this starts."""
+    implied: bool = False
     number: int = 0
     awaited: bool = False
     """True if some node waits for this one's messages by name."""

@@ -1,7 +1,7 @@
 """Optimizers over flat storage: a configuration that says what is wanted, and one object that applies it in few fused calls.
 
-Every rank updates the shards that it holds; no communication happens here. Parameters narrower than their gradients' dtype are updated
-through a master copy in that dtype.
+Every rank updates the shards that it holds; no communication happens here. Parameters narrower than their gradients' dtype
+are updated through a master copy in that dtype.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Linear rise over `warmup` steps, then half a cosine down to `final` at step `total` - 1 (Loshchilov and Hutter 2017, eq. 5)."""
+    """Linear rise over `warmup` steps, then half a cosine down to `final` at step `total` - 1.
+
+    Loshchilov and Hutter 2017, equation 5.
+    """
 
     total: int
     warmup: int = 0
     final: float = 0.0
 
     def __call__(self, step: int) -> float:
-        return _fall(step, self.total, self.warmup, lambda part: self.final + (1 - self.final) * (1 + math.cos(math.pi * part)) / 2)
+        fallen = 1 - self.final
+        return _fall(step, self.total, self.warmup, lambda part: self.final + fallen * (1 + math.cos(math.pi * part)) / 2)
 
 
 def _fall(step: int, total: int, warmup: int, shape: Callable[[float], float]) -> float:
@@ -160,7 +164,7 @@ class Optimizer:
         trained = [flat for flat in parameters.flats if flat.trainable]
         self._masters = {id(f): f.values.to(f.accumulator) for f in trained if f.dtype != f.accumulator}
         self.state: dict[str, dict[int, Tensor]] = {
-            moment: {id(flat): torch.zeros_like(flat.values, dtype=flat.accumulator) for flat in trained} for moment in config.moments
+            moment: {id(flat): torch.zeros_like(flat.gradients) for flat in trained} for moment in config.moments
         }
         self._fused = device.type in _get_fused_kernels_supported_devices()
         by_kind: dict[tuple[float, torch.dtype], list[Span]] = {}
@@ -182,7 +186,7 @@ class Optimizer:
         return self.config.lr * self.config.rate(self.steps)
 
     def update(self, scale: float = 1.0) -> float:
-        """Apply one step with the gradients multiplied by `scale` (below 1 when they are clipped); the learning rate it used."""
+        """Apply one step with the gradients times `scale`, below 1 when they are clipped. Returns the learning rate it used."""
         lr = self.lr
         self.steps += 1
         self._step.fill_(self.steps)
@@ -242,15 +246,13 @@ class Optimizer:
         """Moments (and master weights, where parameters are narrower) as `name/moment`, global, and `step`. Collective."""
         state: dict[str, Tensor] = {"step": torch.tensor(self.steps)}
         for moment in self._kinds():
-            names = [name for name, p in self.parameters.program.parameters.items() if p.trainable and self.parameters.is_hosted(name)]
-            if moment == "master":
-                names = [name for name in names if self._has_master(name)]
+            names = [name for name in self.parameters.trained if moment != "master" or self._has_master(name)]
             values = self.parameters.collect(names, lambda name, m=moment: self.local(name, m), self.parameters.accumulator_of)  # type: ignore[misc]
             state.update((f"{name}/{moment}", value) for name, value in values.items())
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the shards of what `state_dict` of any layout returned. Raises ValueError for a missing tensor or another shape."""
+        """Take the shards of what `state_dict` of any layout returned; ValueError for a missing tensor or another shape."""
         pairs = []
         for moment in self._kinds():
             for name, (flat, _) in self.parameters.places.items():

@@ -1,4 +1,4 @@
-"""`phx.shard`: the derived model inside a loop of one's own. Forward and backward are one autograd function; the optimizer is yours.
+"""`phx.shard`: the derived model inside a loop of one's own. A call is one autograd function; the optimizer is yours.
 
 No pipeline and no microbatches here: what needs a list of actions is `parallelize`.
 """
@@ -16,10 +16,10 @@ from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss
-from phalanx.derive.program import Parameter, Program, Segment
+from phalanx.derive.program import Parameter, Program, Segment, Value
 from phalanx.run.batch import microbatches
-from phalanx.run.operations import callable_of
 from phalanx.run.gather import check_equal, gather
+from phalanx.run.operations import callable_of
 from phalanx.run.parameters import contributes, squared_norm
 from phalanx.run.values import initial_values, real_tensors
 
@@ -43,7 +43,7 @@ def shard(
     Arguments are those of `parallelize`; `example` is one call's global batch.
     """
     if world.mesh.extent(("pp",)) > 1:
-        raise ValueError(f"phx.shard runs no pipeline, but the mesh {world.mesh} has pp={world.mesh.extent(('pp',))}; use phx.parallelize")
+        raise ValueError(f"phx.shard runs no pipeline, but the mesh is {world.mesh}; use phx.parallelize, or leave out pp")
     device = "cpu" if isinstance(world, LocalWorld) else world.device.type
     prepare = hf.capture_context if hf.is_hf_model(model) else None
     program = derive(model, world.mesh, example=example, names=names, layout=layout, loss=loss, device=device, prepare=prepare)
@@ -70,10 +70,10 @@ class Sharded(nn.Module):
         self._tables: dict[str, Tensor] | None = None
 
     def forward(self, batch: Mapping[str, Tensor], count: int | Tensor | None = None, local: bool = False) -> Tensor:
-        """Global mean loss of this call, on every rank. Its backward adds to `grad`, which stays partial until `sync_gradients`.
+        """Global mean loss of this call, on every rank. Its backward adds to `grad`, partial until `sync_gradients`.
 
-        Several calls before a step average by call if you divide by their number; with `count`, the number of valid tokens in all of
-        them together, their losses add up to the exact mean over tokens.
+        Several calls before a step average by call if you divide by their number; with `count`, the number of valid tokens in
+        all of them together, their losses add up to the exact mean over tokens.
         """
         part = microbatches(batch, self.program, self.world, local=local)[0]
         loss: Tensor = _Loss.apply(self, part, count, *(self._parameters[name] for name in self._trainable))  # type: ignore[no-untyped-call]
@@ -196,12 +196,7 @@ class _Loss(torch.autograd.Function):
             assert graphs is not None
             outputs = zip(segment.outputs, segment.cls.outputs, strict=True)
             wanted = [(name, value) for name, value in outputs if value.requires_grad]
-            incoming = [
-                grads[name]
-                if name in grads
-                else torch.zeros(value.spec.local_shape(value.shape, program.mesh), dtype=value.dtype, device=module.world.device)
-                for name, value in wanted
-            ]
+            incoming = [grads[name] if name in grads else _zeros(value, module.world) for name, value in wanted]
             grad_inputs, grad_params = callable_of(graphs.B)([*module.arguments(segment), *tape.pop(), *incoming])
             sources = [s.name for s, value in zip(segment.inputs, segment.cls.inputs, strict=True) if value.requires_grad]
             grads = dict(zip(sources, grad_inputs, strict=True))
@@ -211,3 +206,8 @@ class _Loss(torch.autograd.Function):
                     name = segment.params[i]
                     total[name] = total[name] + grad if name in total else grad
         return (None, None, None, *(total.get(name) for name in module._trainable))
+
+
+def _zeros(value: Value, world: World) -> Tensor:
+    """The gradient of an output that nothing reads."""
+    return torch.zeros(value.spec.local_shape(value.shape, world.mesh), dtype=value.dtype, device=world.device)

@@ -1,8 +1,8 @@
 """The weights that one rank holds: their storage, their gradients, and the sums that a step owes them.
 
 Parameters of one dtype lie in one flat buffer, ordered so that what is reduced together, counted together or updated together
-is contiguous: a REDUCE is one collective per range and axis, the optimizer one call over few ranges. Segments see views. This room
-knows the Program and the World; it does not know in which order a step does things.
+is contiguous: a REDUCE is one collective per range, the optimizer one call over few ranges. Segments see views. This file knows
+the Program and the World; it does not know in which order a step does things.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class Parameters:
             name: tuple(sorted({self.placement[s.index] for s in program.segments if name in (*s.params, *s.buffers)}))
             for name in (*program.parameters, *program.buffers)
         }
-        shared = sorted({self._stages[name] for name, p in program.parameters.items() if p.trainable and len(self._stages[name]) > 1})
+        self.trained = tuple(name for name, p in program.parameters.items() if p.trainable and self._stages[name])
+        """Names of the parameters that some rank of the world trains."""
+        shared = sorted({self._stages[name] for name in self.trained if len(self._stages[name]) > 1})
         world.open_stages(shared)
         self._links = {stages: world.stage_group(stages) for stages in shared if self.stage in stages}
         self.flats = self._lay_out(groups or {})
@@ -128,7 +130,7 @@ class Parameters:
                 self.buffers[name] = _fitting(values(buffer), shape, name).to(world.device, buffer.dtype).clone()
         self._targets = {segment.index: self._segment_targets(segment.index) for segment in self.segments}
         self._reductions = self._spans(
-            lambda place: (place.hosts[0], place.axes, place.parameter.name if place.stages else "") if place.axes or place.stages else None
+            lambda p: (p.hosts[0], p.axes, p.stages and p.parameter.name) if p.axes or p.stages else None
         )
         self._tied = sorted((s for s in self._reductions if s.places[0].stages), key=lambda s: s.places[0].parameter.name)
         self._counted = self._spans(lambda place: place.counted or None)
@@ -163,7 +165,8 @@ class Parameters:
             kinds.setdefault((parameter.dtype, parameter.trainable), []).append(place)
         flats = []
         for (dtype, trainable), places in kinds.items():
-            # Nothing here may depend on the rank: ranks that reduce together must lay out alike. Equal varying axes, equal owners.
+            # Nothing here may depend on the rank, since ranks that reduce together must lay out alike: who counts an element
+            # differs among them, the axes that decide it do not.
             places.sort(key=lambda p: (p.hosts[0], p.axes, p.stages, sorted(p.parameter.spec.varying), str(p.group)))
             laid, start, step = [], 0, max(1, ALIGNMENT_BYTES // dtype.itemsize)
             for place in places:
@@ -211,7 +214,7 @@ class Parameters:
         self._taken.clear()
 
     def accumulators(self, segment: int) -> list[Tensor] | None:
-        """Where a segment may write its gradients itself, one per trainable parameter; None if some do not count on this rank."""
+        """Where a segment may write its gradients itself, one per trainable parameter; None if one does not count here."""
         targets = self._targets[segment]
         return [view for _, view, _ in targets] if all(counts for _, _, counts in targets) else None
 
@@ -321,7 +324,10 @@ class Parameters:
             stages, parameter = self._stages[name], known[name]
             value = gather(local(name), parameter.spec, self.world) if name in self.views or name in self.buffers else None
             # What no stage hosts is read by tables or the count, and every rank has it.
-            found[name] = from_stage(value, parameter.shape, dtype(name), stages[0], self.world) if stages else value
+            if stages:
+                value = from_stage(value, parameter.shape, dtype(name), stages[0], self.world)
+            assert value is not None
+            found[name] = value
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -350,10 +356,6 @@ class Parameters:
             raise ValueError(f"{key} has shape {tuple(state[key].shape)} in the state and {parameter.shape} in the model")
         return shard(state[key], parameter.spec, self.world.mesh, self.world.rank)
 
-    def is_hosted(self, name: str) -> bool:
-        """True if some rank of the world uses this parameter."""
-        return bool(self._stages[name])
-
     def accumulator_of(self, name: str) -> torch.dtype:
         return accumulator(self.program.parameters[name].dtype)
 
@@ -366,8 +368,8 @@ def contributes(spec: Spec, world: World) -> bool:
 def squared_norm(x: Tensor, *, exact: bool = False) -> Tensor:
     """Sum of squares in float64, by chunks of NORM_CHUNK in the dtype of x."""
     if exact or x.dtype == torch.float64:
-        norm = torch.linalg.vector_norm(x, dtype=torch.float64)
-        return norm * norm
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+        return norm.square()
     whole = x.numel() // NORM_CHUNK * NORM_CHUNK
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for part in (x[:whole].view(-1, NORM_CHUNK), x[whole:].view(1, -1)):

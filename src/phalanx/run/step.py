@@ -55,10 +55,10 @@ def parallelize(
 ) -> Step:
     """A training step of `model` on every rank of `world`, with all communication derived.
 
-    model      plain PyTorch. Its values are kept, and must be the same on every rank; built by phx.deferred_init, each rank makes
-               its own shards from `seed`
+    model      plain PyTorch. Its values are kept, and must be the same on every rank; built by phx.deferred_init, each rank
+               makes its own shards from `seed`
     example    the global batch of a step: shapes and dtypes are fixed by it, values are not read
-    names      pattern of a parameter, input or `module:out` to the names of its dimensions, as in {"*.up_proj.weight": "mlp embed"}
+    names      pattern of a parameter, input or `module:out` to the names of its dimensions: {"*.up_proj.weight": "mlp embed"}
     layout     name of a dimension to the mesh axis (or axes, the major first) that splits it, as in {"mlp": "tp"}
     loss       (outputs, batch) to (sum, count) of the loss; None if the model returns its mean cross entropy itself
     optimizer  phx.adamw(...) (the default) or phx.sgd(...)
@@ -68,8 +68,8 @@ def parallelize(
     prepare    context to trace in; chosen for Hugging Face models if None
     bounds     number of rows by batch entry that indexes an embedding: ids outside are refused
 
-    On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes, for what
-    does not fit together.
+    On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes,
+    for what does not fit together.
     """
     config = optimizer if optimizer is not None else AdamW()
     if prepare is None and hf.is_hf_model(model):
@@ -100,7 +100,13 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, world: World | LocalWorld, program: Program, schedule: Schedule, ranks: Sequence[Executor], seed: int
+        self,
+        model: nn.Module,
+        world: World | LocalWorld,
+        program: Program,
+        schedule: Schedule,
+        ranks: Sequence[Executor],
+        seed: int,
     ) -> None:
         self.world, self.program, self.schedule = world, program, schedule
         self.executors = tuple(ranks)
@@ -126,7 +132,8 @@ class Step:
     def state_dict(self) -> dict[str, Tensor]:
         """Global values under the names of `model.state_dict()`, on every rank."""
         values = self._each(lambda executor: executor.parameters.state_dict())[0]
-        return {name: values[name] if name in values else self._unused(name, own) for name, own in self._model.state_dict().items()}
+        own = self._model.state_dict()
+        return {name: values[name] if name in values else self._unused(name, own[name]) for name in own}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take global values, whichever layout they come from. Raises ValueError for a missing tensor or another shape."""
@@ -175,7 +182,9 @@ class Step:
                 raise ValueError(f"local=True on a local world takes one batch for each of its {len(self.executors)} ranks")
             return self._each(lambda executor: fn(executor, batch))[0]
         if not local or len(batch) != len(self.executors):
-            raise ValueError(f"{len(batch)} batches were given; a list is for local=True and has one for each of {len(self.executors)} ranks")
+            raise ValueError(
+                f"{len(batch)} batches were given; a list is for local=True and has one for each of {len(self.executors)} ranks"
+            )
         return self._each(lambda executor: fn(executor, batch[self.executors.index(executor)]))[0]
 
     def _each(self, fn: Callable[[Executor], T]) -> list[T]:

@@ -32,6 +32,8 @@ class Reduction:
     parts: tuple[Part, ...]
     after: tuple[int, ...]
     """Segments of the same coordinate whose backward must be finished: itself and the co-located hosts of its parameters."""
+    earlier: tuple[int, ...] = ()
+    """Segments of the same coordinate whose REDUCE must be complete: it sums over axes what this one sums over hosts."""
 
     @property
     def tied(self) -> tuple[Part, ...]:
@@ -46,12 +48,13 @@ class Reduction:
 def reductions(view: View, coordinates: Sequence[int]) -> dict[int, Reduction]:
     """By segment, the REDUCEs of a step; `coordinates` is the pp coordinate of each segment.
 
-    A parameter that several segments of one coordinate use is summed once, by the first of them. A parameter that segments of
-    several coordinates use is summed over its axes on each, then over the coordinates.
+    A parameter is summed over its axes once on each coordinate, by the first of its segments there. A parameter of several
+    coordinates is then summed over those, as a rule by the same REDUCE.
     """
     owners = _owners(view, coordinates)
     over_axes: dict[int, dict[tuple[str, ...], list[Weight]]] = {}
     over_hosts: dict[int, dict[tuple[int, ...], list[Weight]]] = {}
+    earlier: dict[int, set[int]] = {k: set() for k in range(len(view.segments))}
     after = {k: {k} for k in range(len(view.segments))}
     for k, segment in enumerate(view.segments):
         for weight in segment.weights:
@@ -59,24 +62,27 @@ def reductions(view: View, coordinates: Sequence[int]) -> dict[int, Reduction]:
             here = [host for host in hosts if coordinates[host] == coordinates[k]]
             if k != here[0]:
                 continue
-            owner = owners.get((hosts, coordinates[k]), k)
-            after[owner].update(here)
+            after[k].update(here)
             if weight.axes:
-                over_axes.setdefault(owner, {}).setdefault(weight.axes, []).append(weight)
+                over_axes.setdefault(k, {}).setdefault(weight.axes, []).append(weight)
             if len(here) < len(hosts):
+                owner = owners[hosts, coordinates[k]]
+                after[owner].update(here)
                 over_hosts.setdefault(owner, {}).setdefault(hosts, []).append(weight)
+                if weight.axes and owner != k:
+                    earlier[owner].add(k)
     found = {}
     for k in sorted({*over_axes, *over_hosts}):
         parts = [_part(weights, axes=axes) for axes, weights in sorted(over_axes.get(k, {}).items())]
         # One part per set of hosts, in the order of hosts: every coordinate then makes the same parts in the same order.
         for hosts, weights in sorted(over_hosts.get(k, {}).items()):
             parts.append(_part(weights, coordinates=tuple(sorted({coordinates[host] for host in hosts}))))
-        found[k] = Reduction(k, tuple(parts), tuple(sorted(after[k])))
+        found[k] = Reduction(k, tuple(parts), tuple(sorted(after[k])), tuple(sorted(earlier[k])))
     return found
 
 
 def _owners(view: View, coordinates: Sequence[int]) -> dict[tuple[tuple[int, ...], int], int]:
-    """(hosts of tied parameters, coordinate) -> the segment whose REDUCE sums them there, for hosts on several coordinates.
+    """(hosts of tied parameters, coordinate) -> the segment whose REDUCE sums them over hosts that are on several coordinates.
 
     It is the first host, except that sets of hosts which meet in one REDUCE anywhere share one REDUCE everywhere. Otherwise two
     coordinates could be bound to opposite orders: one by a REDUCE that has both sums, the other by two that have one each.
@@ -108,7 +114,7 @@ def together(found: Mapping[int, Reduction]) -> list[list[Reduction]]:
     """Reductions that share a sum over hosts, directly or through another, and so are issued at one point of the step.
 
     Were a tied REDUCE issued as soon as its own segment is finished, the last stage would wait in it for the first stage, which
-    waits for gradients that the last stage has yet to send.
+    waits for gradients that the last stage has yet to send. Groups that another may wait for come first.
     """
     groups: list[list[Reduction]] = []
     for reduction in found.values():
@@ -116,7 +122,7 @@ def together(found: Mapping[int, Reduction]) -> list[list[Reduction]]:
         linked = [group for group in groups if any(part.parameters in names for other in group for part in other.tied)]
         merged = [other for group in linked for other in group] + [reduction]
         groups = [group for group in groups if group not in linked] + [merged]
-    return groups
+    return sorted(groups, key=lambda group: any(reduction.tied for reduction in group))
 
 
 def count(view: View) -> Action:

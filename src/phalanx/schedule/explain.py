@@ -64,7 +64,9 @@ class Explanation:
         lines = [f"{'segment':24} {'module':34} {'dir':8} {'op':14} {'axis':6} {'bytes':>12} {'count':>6}  why"]
         shown: dict[tuple[object, ...], list[str]] = {}
         for name, rows in self._by_segment():
-            relative = tuple((_below(r.module, name), r.direction, r.op, r.axis, r.bytes, r.count, _without(r.why, name)) for r in rows)
+            relative = tuple(
+                (_below(r.module, name), r.direction, r.op, r.axis, r.bytes, r.count, _without(r.why, name)) for r in rows
+            )
             shown.setdefault(relative, []).append(name)
         for relative, names in shown.items():
             first = _range(names)
@@ -106,7 +108,18 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
             for part in reduce[segment.index].parts:
                 why = f"the gradients of {_some(part.parameters)} are partial sums"
                 for axis in reversed(part.axes):
-                    rows.append(Row(segment.name, segment.name, "backward", "all_reduce", axis, part.bytes, 1, f"REDUCE: {why} over {axis}"))
+                    rows.append(
+                        Row(
+                            segment.name,
+                            segment.name,
+                            "backward",
+                            "all_reduce",
+                            axis,
+                            part.bytes,
+                            1,
+                            f"REDUCE: {why} over {axis}",
+                        )
+                    )
                 if part.coordinates:
                     why = f"REDUCE: {_some(part.parameters)} is shared by the stages on pp {', '.join(map(str, part.coordinates))}"
                     rows.append(Row(segment.name, segment.name, "backward", "all_reduce", "pp", part.bytes, 1, why))
@@ -116,14 +129,26 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
     shared: dict[int, list[str]] = {}
     for segment in program.segments:
         shared.setdefault(id(segment.cls), []).append(segment.name)
-    notes = [f"{n['module']} ({n['source']}): {n['node']} runs whole on every rank, up to {n['bytes']:,} bytes: {n['why']}" for n in program.report]
+    notes = [
+        f"{n['module']} ({n['source']}): {n['node']} runs whole on every rank, up to {n['bytes']:,} bytes: {n['why']}"
+        for n in program.report
+    ]
     return Explanation(tuple(rows), tuple(tuple(names) for names in shared.values()), (*notes, *program.warnings))
 
 
 def _count(program: Program) -> list[Row]:
     size = program.count.cls.outputs[0].dtype.itemsize
     return [
-        Row("step", "step", "forward", "all_reduce", axis, size, 1, f"COUNT: valid tokens of all microbatches, counted over the batch on {axis}")
+        Row(
+            "step",
+            "step",
+            "forward",
+            "all_reduce",
+            axis,
+            size,
+            1,
+            f"COUNT: valid tokens of all microbatches, counted over the batch on {axis}",
+        )
         for axis in reversed(program.batch_axes)
         if program.mesh.shape[axis] > 1
     ]

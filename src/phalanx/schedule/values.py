@@ -89,7 +89,10 @@ class Values:
                 return (f"cut:{k}:F:{j}",)
             case "SEND_B":
                 return (f"cut:{k}:B:{j}",)
-        return self._grads(self.reductions[k].after) if k in self.reductions else ()
+        if k not in self.reductions:
+            return ()
+        reduction = self.reductions[k]
+        return (*self._grads(reduction.after), *(f"reduced:{other}" for other in reduction.earlier))
 
     def _grads(self, segments: Iterable[int]) -> tuple[str, ...]:
         return tuple(f"grad:{k}:{j}" for k in segments for j in range(self.microbatches))

@@ -121,9 +121,7 @@ def _incoming(mesh: Mesh, before: Segment | None, segment: Segment) -> tuple[tup
     made = before.outputs if before else ()
     missing = [name for name in values if name not in made]
     if missing:
-        raise ValueError(
-            f"segment {segment.name!r} reads {missing}, which the segment before does not make; it makes {list(made)}"
-        )
+        raise ValueError(f"segment {segment.name!r} reads {missing}, but the segment before makes {list(made)}")
     ordered = {name: values[name] for name in made if name in values}
     return _messages(mesh, ordered)
 

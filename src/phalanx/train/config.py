@@ -76,6 +76,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: Path | None = None
     """A text file or a folder of them, read as bytes. Left out: the Python standard library's own sources."""
+    held_out: int = 0
+    """Batches of held-out samples (the last twentieth of the text) to evaluate after the last step."""
     out: Path | None = None
     """Run folder: config.yaml and metrics.jsonl, which replace older ones there. Left out: a new folder under runs/."""
 

@@ -1,7 +1,7 @@
 """Training data: text as bytes in one memory-mapped file, and samples in an order that depends on seed and position only.
 
-A sample is a run of seq + 1 tokens. Which one comes at the global cursor c (step * batch + position) is a function of (seed, c),
-so neither the mesh nor a restart changes what is learned from.
+A sample is a run of seq + 1 tokens. Which one comes at the global cursor c (step * batch + position) is a function of
+(seed, c), so neither the mesh nor a restart changes what is learned from.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Loader:
         """
         if self.size % (microbatches * parts) or not 0 <= part < parts:
             raise ValueError(
-                f"a batch of {self.size} does not divide into {microbatches} microbatches for {parts} data ranks (this is {part})"
+                f"a batch of {self.size} does not divide into {microbatches} microbatches for {parts} data ranks, "
+                f"of which this is number {part}, counting from 0"
             )
         mine = torch.arange(self.size).view(microbatches, parts, -1)[:, part].reshape(-1)
         return self._read(mine + step * self.size)
@@ -116,7 +117,7 @@ class Loader:
         """Which sample comes at each global cursor: every epoch is a permutation of all samples of its own."""
         epoch, position = cursor // self.samples, cursor % self.samples
         chosen = torch.empty_like(cursor)
-        for number in epoch.unique().tolist():
+        for number in sorted(set(epoch.tolist())):
             here = epoch == number
             chosen[here] = random.permutation(random.key(self.seed, "order", number), self.samples, position[here])
         return chosen

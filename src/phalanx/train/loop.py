@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from torch import Tensor
 
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.run.initialize import deferred_init
-from phalanx.run.step import Step
 from phalanx.train.assembly import parallel_step
+from phalanx.train.batches import Batches
 from phalanx.train.config import TrainConfig, dump
-from phalanx.train.data import Loader
-from phalanx.train.metrics import Recorder, StepMetrics, traffic_lines
-from phalanx.train.models import Model, build
+from phalanx.train.metrics import Recorder, StepMetrics, tell, traffic_lines
+from phalanx.train.models import build
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,8 @@ class Summary:
     first: StepMetrics
     last: StepMetrics
     traffic: Mapping[tuple[str, str], tuple[int, int]]
+    held_out: float | None
+    """Mean loss on the batches of --held-out after training; None without them."""
     folder: Path | None
     """Where config.yaml and metrics.jsonl are; None on ranks other than the first."""
 
@@ -55,15 +55,14 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
         console = None
     if console is not None:
         parameters = sum(p.numel() for p in module.parameters())
-        console.print(
-            f"{config.model}: {parameters:,} parameters on {config.mesh or 'one rank'}, {batches.source}", highlight=False
-        )
+        on = f"mesh {config.mesh}" if config.mesh else "one rank"
+        tell(console, f"{config.model}: {parameters:,} parameters on {on}, learning from {batches.source}")
     traffic: Counter[tuple[str, str, str]] = Counter()
     here.ledger.start()
     with Recorder(config.steps, folder, console) as recorder:
         for number in range(config.steps):
             began = time.perf_counter()
-            out = step(batches.of(number), local=batches.is_local)
+            out = step(batches.training(number), local=batches.is_local)
             seconds = time.perf_counter() - began
             recorder.record(
                 StepMetrics(
@@ -84,16 +83,22 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
     here.ledger.stop()
     assert recorder.first is not None and recorder.last is not None
     totals = {(axis, op): (calls, traffic[axis, op, "bytes"]) for (axis, op, what), calls in traffic.items() if what == "calls"}
-    summary = Summary(recorder.first, recorder.last, totals, folder)
+    held_out = None
+    if config.held_out:
+        parts = [step.evaluate(batches.held_out(number), local=batches.is_local) for number in range(config.held_out)]
+        held_out = sum(part.loss * part.tokens for part in parts) / sum(part.tokens for part in parts)
+    summary = Summary(recorder.first, recorder.last, totals, held_out, folder)
     if console is not None:
         for line in closing_lines(summary, config.steps):
-            console.print(line, highlight=False, soft_wrap=True)
+            tell(console, line)
     return summary
 
 
 def closing_lines(summary: Summary, steps: int) -> list[str]:
     first, last = summary.first, summary.last
     lines = [f"loss {first.loss:.4f} at step {first.step} → {last.loss:.4f} at step {last.step}"]
+    if summary.held_out is not None:
+        lines.append(f"held-out loss {summary.held_out:.4f}")
     moved = traffic_lines(summary.traffic, steps)
     lines += ["bytes moved by rank 0, by mesh axis:", *moved] if moved else ["no bytes moved: one rank"]
     return [*lines, f"run folder: {summary.folder}"]

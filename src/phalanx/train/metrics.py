@@ -72,11 +72,16 @@ class Recorder:
         if self._file is not None:
             self._file.write(json.dumps(asdict(metrics)) + "\n")
             self._file.flush()  # a run that is killed keeps every step that ended
-        line = progress_line(metrics, self.steps, self._seconds / max(1, metrics.step - 1))
+        line = progress_line(metrics, self.steps, self._seconds / (metrics.step - 1) if metrics.step > 1 else metrics.seconds)
         if self._live is not None:
             self._live.update(Text(line), refresh=True)
         elif self._console is not None and (metrics.step in (1, self.steps) or metrics.step % max(1, self.steps // 20) == 0):
-            self._console.print(Text(line), soft_wrap=True)
+            tell(self._console, line)
+
+
+def tell(console: Console, line: str) -> None:
+    """Print a line as it is: no wrapping, and `hf-tiny:llama:` is a name, not an emoji."""
+    console.print(Text(line), soft_wrap=True)
 
 
 def progress_line(metrics: StepMetrics, steps: int, seconds_per_step: float) -> str:

@@ -48,7 +48,10 @@ class Model:
 
 
 def build(name: str, dtype: str, *, dropout: float = 0.0) -> Model:
-    """The model called `name`: one of NAMES, or hf-tiny: and a family of transformers. ValueError with the closest match if none is."""
+    """The model called `name`: one of NAMES, or hf-tiny: and a family of transformers.
+
+    Raises ValueError, with the closest match, if there is none of that name.
+    """
     family, _, rest = name.partition(":")
     if family == "hf-tiny" and rest:
         return _hugging_face(name, rest, getattr(torch, dtype), dropout)
@@ -73,7 +76,7 @@ def token_batch(key: str, vocab: int, batch: int, seq: int, seed: int) -> dict[s
 
 
 def class_batch(inputs: int, classes: int, dtype: torch.dtype, batch: int, seq: int, seed: int) -> dict[str, Tensor]:
-    """Random points, each of the class whose coordinate is its largest: something that an MLP can learn. There is no sequence."""
+    """Random points, each of the class of its largest coordinate: something that an MLP can learn. There is no sequence."""
     del seq
     x = torch.randn(batch, inputs, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return {"x": x.to(dtype), "targets": x[:, :classes].argmax(1)}
@@ -124,7 +127,7 @@ def _hugging_face(name: str, family: str, dtype: torch.dtype, dropout: float) ->
 
 NAMES: dict[str, Callable[[str, torch.dtype, float], Model]] = {
     "mlp": _mlp,
-    "llama-tiny": partial(_llama, "tiny", 32, 128),
+    "llama-tiny": partial(_llama, "tiny", 16, 128),
     "llama-1b": partial(_llama, "1b", 8, 4096),
     "llama-8b": partial(_llama, "8b", 8, 8192),
     "llama-70b": partial(_llama, "70b", 8, 8192),

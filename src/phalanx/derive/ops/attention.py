@@ -53,12 +53,17 @@ def _emit_attention(node: fx.Node, q_shape: tuple[int, ...], k_shape: tuple[int,
 
 
 def _take_kv_head(e: Emit, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    (axis,) = e.axes(HEADS)
-    ranks, heads = e.ranks(HEADS), shape[-3]
-    assert ranks % heads == 0, "names.py refuses other counts"
+    """Of whole keys or values, the heads that this rank's query heads read; axis by axis until one head is left."""
+    heads = shape[-3]
     # x is the mark that the replicated operand of a varying operator gets
     x.meta["few_heads"] = True
-    return e.call(torch.ops.phx.take.default, x, e.world, axis, ranks, len(shape) - 3, 1, ranks // heads)
+    for axis in e.axes(HEADS):
+        ranks = e.sizes[axis]
+        if heads > 1 and ranks > 1:
+            length = max(1, heads // ranks)
+            x = e.call(torch.ops.phx.take.default, x, e.world, axis, ranks, len(shape) - 3, length, max(1, ranks // heads))
+            heads = length
+    return x
 
 
 def _attention_with_dropout(

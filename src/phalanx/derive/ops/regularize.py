@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+import phalanx.derive.ops.dropout  # noqa: F401 - registers the operator
 from phalanx.derive.form import Emit, Form, Rule, argument, shape_of, tensors
 
 aten = torch.ops.aten
