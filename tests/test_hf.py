@@ -14,8 +14,8 @@ from phalanx.hf import IMPLEMENTATION, capture_context, is_hf_model
 
 transformers = pytest.importorskip("transformers")
 
-# Hugging Face computes norms and the loss in float32 inside a float64 model. Captured operators are the eager ones, so most models
-# agree exactly; a mask in another form may change the order of a float32 sum.
+# Hugging Face computes norms and the loss in float32 inside a float64 model. Captured operators are the eager ones, so most
+# models agree exactly; a mask in another form may change the order of a float32 sum.
 FLOAT32_INSIDE = 1e-6
 
 SMALL: dict[str, Any] = {

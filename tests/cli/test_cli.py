@@ -54,7 +54,9 @@ def test_the_command_line_overrides_the_file(form: str, tmp_path: Path) -> None:
     assert config == TrainConfig(steps=2, batch=4, optimizer=OptimizerConfig(lr=0.1, warmup=1))
 
 
-@pytest.mark.parametrize("args", [["--mesh", "dp=two"], ["--steps", "0"], ["--config", "no/such/file.yaml"]])
+@pytest.mark.parametrize(
+    "args", [["--mesh", "dp=two"], ["--steps", "0"], ["--config", "no/such/file.yaml"], ["--model", "lama-tiny"]]
+)
 def test_a_mistake_is_one_line_and_exit_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *args]) == 2
     err = capsys.readouterr().err

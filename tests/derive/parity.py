@@ -57,7 +57,13 @@ def _rank(program: Program, world: World, params: Tensors, buffers: Tensors, bat
     run = (world.name, 0, 0)
 
     def arguments(s: Segment) -> list:  # type: ignore[type-arg]
-        return [*run, s.index, *(p[n] for n in s.params), *(b[n] for n in s.buffers), *(values[i.kind, i.name] for i in s.inputs)]
+        return [
+            *run,
+            s.index,
+            *(p[n] for n in s.params),
+            *(b[n] for n in s.buffers),
+            *(values[i.kind, i.name] for i in s.inputs),
+        ]
 
     def forward_only(s: Segment):  # type: ignore[no-untyped-def]
         with torch.no_grad():

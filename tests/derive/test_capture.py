@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,10 +143,10 @@ def test_every_node_says_where_it_comes_from() -> None:
     assert norm.meta["module"] == "layers.0.norm"
     assert norm.meta["modules"] == ("layers.0", "layers.0.norm")
     path, _, line = norm.meta["source"].rpartition(":")
-    assert "self.attention(self.norm(x), cos, sin)" in open(path).read().splitlines()[int(line) - 1]
+    assert "self.attention(self.norm(x), cos, sin)" in Path(path).read_text().splitlines()[int(line) - 1]
     loss = next(node for node in captured.pieces[-1].graph.graph.nodes if "cross_entropy" in str(node.target))
     assert loss.meta["module"] == ""
-    assert "F.cross_entropy" in open(path).read().splitlines()[int(loss.meta["source"].rpartition(":")[2]) - 1]
+    assert "F.cross_entropy" in Path(path).read_text().splitlines()[int(loss.meta["source"].rpartition(":")[2]) - 1]
 
 
 class Conv1D(nn.Module):

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from .parity import Result, one_process, on_mesh, values, worst
 from torch import nn
 
 import phalanx.comm.collectives as collectives
@@ -18,6 +17,8 @@ from phalanx.derive.program import Captured, Parameter, Value
 from phalanx.hf import capture_context
 from phalanx.mesh import Mesh
 from phalanx.spec import Spec
+
+from .parity import Result, on_mesh, one_process, values, worst
 
 MESHES = (Mesh(dp=2, tp=2), Mesh(tp=4), Mesh(tp=2), Mesh(a=2, b=2), Mesh(dp=2))
 # float64 sums in another order; a missing or doubled term is at least 1e-2
@@ -37,7 +38,8 @@ class DeepMLP(nn.Module):
     def __init__(self, width: int = 16, depth: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth)
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(depth)
         )
         self.out = nn.Linear(width, 8)
 
@@ -96,7 +98,9 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
-def random_spec(rng: random.Random, shape: tuple[int, ...], mesh: Mesh, parts: dict[int, tuple[int, ...]], density: float = 0.5) -> Spec:
+def random_spec(
+    rng: random.Random, shape: tuple[int, ...], mesh: Mesh, parts: dict[int, tuple[int, ...]], density: float = 0.5
+) -> Spec:
     """Each axis on a random dimension that it divides, or nowhere; several axes may share a dimension, in either order."""
     dims: list[tuple[str, ...]] = [()] * len(shape)
     axes = [axis for axis in mesh.names if rng.random() < density]

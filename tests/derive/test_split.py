@@ -341,6 +341,13 @@ def test_tracing_in_a_rank_thread_is_an_assertion() -> None:
     assert len(errors) == 1
 
 
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="with CUDA the trace is made")
+def test_tracing_for_a_device_that_torch_was_not_built_for_is_refused() -> None:
+    one = case("mlp")
+    with pytest.raises(ValueError, match="no CUDA"):
+        split(one.lowered, one.params, one.buffers, one.input_values, one.output_values, Mesh(), "cuda")
+
+
 def test_a_gradient_that_would_be_dropped_is_an_assertion() -> None:
     one = case("mlp")
     one.output_values[0] = replace(one.output_values[0], requires_grad=False)

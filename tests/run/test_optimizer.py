@@ -16,7 +16,7 @@ from phalanx.run.optimizer import SGD, AdamW, Config, Constant, Cosine, Linear, 
 from . import hand_made
 
 STEPS = 4
-# Weights below 2 are rounded to 2e-16 by each of about five operations in four steps; torch's default path orders them differently.
+# Some five operations in each of four steps round weights below 2 to 2e-16; torch's default path orders them otherwise.
 EXACT = 4e-15
 
 

@@ -168,6 +168,17 @@ def test_meta_parameters_without_a_record_are_refused() -> None:
         parallel(world, module)
 
 
+@pytest.mark.parametrize("mesh", ["", "tp=2"])
+def test_ids_beyond_an_embedding_are_refused(mesh: str) -> None:
+    """Split over tp, no rank holds the row, and what is gathered would be zeros."""
+    with LocalWorld(Mesh.parse(mesh), timeout=20) as world:
+        step = parallel(world)
+        bad = {**batch(0), "tokens": batch(0)["tokens"].clone()}
+        bad["tokens"][2, 1] = VOCAB
+        with pytest.raises(ValueError, match="'tokens' holds ids from 0 to 16; the embedding it indexes has 16 rows"):
+            step(bad)
+
+
 def test_local_batches_are_given_by_rank() -> None:
     with LocalWorld(Mesh(dp=2), timeout=20) as world:
         step = parallel(world, microbatches=1)

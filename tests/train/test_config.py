@@ -101,6 +101,11 @@ def test_sequence_parallel_adds_the_residual_stream() -> None:
         (TrainConfig(mesh="dp"), "not of the form axis=size"),
         (TrainConfig(layout="heads=tp"), "mesh '' has none"),
         (TrainConfig(dropout=1.0), "dropout is 1.0"),
+        (
+            TrainConfig(mesh="dp=2", batch=6, microbatches=2),
+            "batch 6 does not divide into 2 microbatches over 2 data ranks; 4 or",
+        ),
+        (TrainConfig(mesh="dp=2", sequence_parallel=True), "axis tp, which mesh 'dp=2' does not have"),
         (TrainConfig(optimizer=OptimizerConfig(lr=0.0)), "optimizer.lr is 0.0"),
     ],
 )

@@ -30,7 +30,9 @@ def main(args: list[str]) -> int:
 
     from phalanx.comm.launch import launch_from
     from phalanx.comm.world import init
+    from phalanx.train.models import check_name
 
+    check_name(config.model)
     if mesh.size > 1 and launch_from(os.environ) is None:
         from phalanx.train.launch import launch, rank_command
 

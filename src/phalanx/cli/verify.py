@@ -48,8 +48,10 @@ def main(args: list[str]) -> int:
     from phalanx.comm.launch import launch_from
     from phalanx.comm.local import LocalWorld, local
     from phalanx.comm.world import World, init
+    from phalanx.train.models import check_name
     from phalanx.train.verify import verify
 
+    check_name(config.model)
     world: World | LocalWorld
     joined = launch_from(os.environ) is not None
     if options.processes and not joined and mesh.size > 1:
@@ -74,7 +76,7 @@ def described(comparison: Comparison) -> str:
     )
     lines = [
         f"{c.model} on mesh {c.mesh or 'of one rank'}, layout {layout}, {c.dtype}",
-        f"{c.steps} steps against one process of plain PyTorch",
+        f"{c.steps} steps against {c.reference}",
         "largest relative error, max|Δ| / max|reference| of a tensor:",
         f"  loss    {c.loss:.1e}",
         f"  grad    {c.grad:.1e}  {c.worst['grad'] or ''}".rstrip(),

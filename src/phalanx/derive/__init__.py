@@ -44,7 +44,9 @@ def derive(
     Raises ValueError for everything that is wrong with them, before anything is computed.
     """
     captured = capture(model, example, loss, microbatch_of=microbatches, blocks=blocks, train=train, prepare=prepare)
-    return derive_captured(captured, mesh, names=names, layout=layout, microbatches=microbatches, device=device, recompute=recompute)
+    return derive_captured(
+        captured, mesh, names=names, layout=layout, microbatches=microbatches, device=device, recompute=recompute
+    )
 
 
 def derive_captured(
@@ -90,7 +92,12 @@ class _Deriving:
     """Lowers pieces in order; equal pieces in equal surroundings share one class."""
 
     def __init__(
-        self, captured: Captured, mesh: Mesh, placed: Placements, device: torch.device, recompute: Literal["none", "full"] | None
+        self,
+        captured: Captured,
+        mesh: Mesh,
+        placed: Placements,
+        device: torch.device,
+        recompute: Literal["none", "full"] | None,
     ) -> None:
         self.captured, self.mesh, self.placed, self.device, self.recompute = captured, mesh, placed, device, recompute
         self.values: dict[tuple[str, str], Value] = {("batch", key): value for key, value in placed.batch.items()}
@@ -129,4 +136,3 @@ class _Deriving:
 
 def _parameter_value(p: Parameter) -> Value:
     return Value(p.name, p.shape, p.dtype, p.spec, p.trainable)
-

@@ -18,7 +18,7 @@ from phalanx.mesh import Mesh
 aten = torch.ops.aten
 
 
-def MARK(x: Any, axes: frozenset[str]) -> Any:  # noqa: N802 - a marker, never run
+def MARK(x: Any, axes: frozenset[str]) -> Any:
     raise AssertionError("marks are replaced before the graph runs")
 
 
@@ -124,7 +124,7 @@ def _marked(graph: fx.Graph, x: fx.Node, axes: frozenset[str]) -> fx.Node:
         last = graph.find_nodes(op="placeholder")[-1]
     if mark is None:
         with graph.inserting_after(last):
-            mark = graph.call_function(MARK, (x, axes))
+            mark = graph.call_function(MARK, (x, axes))  # type: ignore[arg-type]  # replaced before it runs
         mark.meta.update({key: value for key, value in x.meta.items() if key != "few_heads"})
     else:
         last.append(mark)
@@ -136,10 +136,14 @@ def _vary_gather(graph: fx.Graph, node: fx.Node, axes: frozenset[str]) -> None:
     axis = node.args[3]
     if axis not in axes:
         return
-    _drop(graph, node, frozenset({axis}))
+    _drop(graph, node, frozenset({str(axis)}))
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    twins = [other for other in source.users if _is_move(other) and other.args[1] == "gather_vary" and other.args[3:7] == node.args[3:7]]
+    twins = [
+        other
+        for other in source.users
+        if _is_move(other) and other.args[1] == "gather_vary" and other.args[3:7] == node.args[3:7]
+    ]
     if twins:
         node.append(twins[0])
         node.replace_all_uses_with(twins[0])
@@ -163,7 +167,9 @@ def _place(graph: fx.Graph, mesh: Mesh) -> None:
                     args = (x, "vary", world, axis, mesh.shape[axis], 0, 0)
                     node = graph.call_function(torch.ops.phx.move.default, args)
                 node.meta.update({key: value for key, value in mark.meta.items() if key != "few_heads"})
-                node.meta["why"] = f"vary: {x} is replicated over {axis} and read by operators that compute different things there"
+                node.meta["why"] = (
+                    f"a value that is the same along {axis} is read by what is not: its gradient is a partial sum"
+                )
                 placed[x, axis] = node
             x = placed[x, axis]
         mark.replace_all_uses_with(x)

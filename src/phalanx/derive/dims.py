@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
-from phalanx.derive.form import Form, shape_of, tensors
+from phalanx.derive.form import Form, argument, shape_of, tensors
 from phalanx.derive.ops import rule_for
 from phalanx.derive.ops.view import regroup, split_sizes
 from phalanx.derive.program import Captured
@@ -95,20 +96,22 @@ def _read_part_by_part(node: fx.Node, dim: int) -> bool:
 
 def _slices_of(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[int, ...]]]:
     """Slices along one dimension that tile it exactly."""
-    slices = [user for user in node.users if getattr(user.target, "overloadpacket", None) is aten.slice and user.args[0] is node]
+    slices = [
+        user for user in node.users if getattr(user.target, "overloadpacket", None) is aten.slice and user.args[0] is node
+    ]
     if len(slices) < 2 or not isinstance(node.meta.get("val"), torch.Tensor):
         return
     shape = shape_of(node)
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for user in slices:
-        dim = int(user.args[1]) % len(shape) if len(user.args) > 1 else 0
-        start = int(user.args[2] or 0) if len(user.args) > 2 else 0
+        dim = argument(user, 1, "dim", 0) % len(shape)
+        start = argument(user, 2, "start") or 0
         start += shape[dim] if start < 0 else 0
         by_dim.setdefault(dim, []).append((start, start + shape_of(user)[dim]))
     for dim, spans in by_dim.items():
         spans = sorted(set(spans))
         tiles = spans[0][0] == 0 and spans[-1][1] == shape[dim]
-        if tiles and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False)):
+        if tiles and all(a[1] == b[0] for a, b in itertools.pairwise(spans)):
             yield node, dim, tuple(stop - start for start, stop in spans)
 
 

@@ -6,10 +6,12 @@ in, `steps` the collectives that bring its operands there. Nothing here mentions
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -24,6 +26,7 @@ from phalanx.mesh import Mesh
 from phalanx.spec import Spec
 
 aten = torch.ops.aten
+T = TypeVar("T")
 
 REPLICABLE_BYTES = 1 << 26
 """An operator without a rule may run whole on every rank if no gradient flows through it and its values are no larger than this."""
@@ -125,7 +128,7 @@ class _Lowering:
         shapes = [tuple(v.shape) for v in value] if isinstance(value, (tuple, list)) else [tuple(value.shape)]
         placement = place(form, operands, shapes, self.mesh)
         local = [
-            self._move(operand, want, placement.varying, node)
+            self._move(operand, want, placement.varying, f"{_word(node)} needs it so")
             for operand, want in zip(operands, placement.operands, strict=True)
         ]
         results = self._emit(node, form, placement, local, shapes)
@@ -141,7 +144,9 @@ class _Lowering:
 
     def _form(self, node: fx.Node, operands: Sequence[Placed]) -> Form:
         if is_random(node):
-            raise ValueError(f"{self._where(node)}: its values would depend on the layout; use dropout, or make them part of the batch")
+            raise ValueError(
+                f"{self._where(node)}: its values would depend on the layout; use dropout, or make them part of the batch"
+            )
         node.meta["parts"] = dict(operands[0].spec.parts) if operands else {}
         rule = rule_for(node)
         try:
@@ -156,14 +161,14 @@ class _Lowering:
                     f"{self._where(node)}: no rule says how to split it, and its operands are split: {states}. "
                     "Add a rule in derive/ops, or choose a layout that leaves them whole"
                 )
-            self.notes.append({**self._note(node), "pair": "replicated", "bytes": size, "why": "no rule for this operator"})
+            self.notes.append({**self._note(node), "bytes": size, "why": "no rule for this operator"})
         return form
 
     def _settle(self, node: fx.Node, x: Placed) -> Placed:
         """A result takes the state declared for its module's output; a partial one with several users is summed once, here."""
-        want = x.spec
+        want, why = x.spec, "it has several users"
         if node in self.hints:
-            want = self.hints[node]
+            want, why = self.hints[node], "its names say so"
             if len(want.dims) != len(x.shape):
                 raise ValueError(
                     f"{self._where(node)}: its output has {len(x.shape)} dimensions, the names declared for it say {len(want.dims)}"
@@ -171,14 +176,14 @@ class _Lowering:
             want.check(x.shape, self.mesh)
         elif x.spec.partial and len(node.users) != 1:
             want = x.spec.with_partial(())
-        return self._moved(x, want, frozenset(), node)
+        return self._moved(x, want, why)
 
     def _outputs(self, node: fx.Node) -> tuple[Value, ...]:
         results, values = [], []
         for name, output in zip(self.piece.outputs, node.args[0], strict=True):  # type: ignore[arg-type]
             x = self._one(output)
             if not self.keep_partial:
-                x = self._moved(x, x.spec.with_partial(()), frozenset(), node)
+                x = self._moved(x, x.spec.with_partial(()), "no cut is partial")
             results.append(x.node)
             values.append(Value(name, x.shape, x.node.meta["val"].dtype, x.spec, x.grad))
         self.graph.output(tuple(results))
@@ -191,10 +196,10 @@ class _Lowering:
 
     # -- moves ------------------------------------------------------------------------------------------------------------------
 
-    def _moved(self, x: Placed, want: Spec, varying: frozenset[str], consumer: fx.Node) -> Placed:
-        return x if x.spec == want and not varying else replace(x, node=self._move(x, want, varying, consumer), spec=want)
+    def _moved(self, x: Placed, want: Spec, why: str) -> Placed:
+        return x if x.spec == want else replace(x, node=self._move(x, want, frozenset(), why), spec=want)
 
-    def _move(self, x: Placed, want: Spec, varying: frozenset[str], consumer: fx.Node) -> fx.Node:
+    def _move(self, x: Placed, want: Spec, varying: frozenset[str], why: str) -> fx.Node:
         plan = steps(x.spec, want, varying, self.mesh, x.grad)
         local, state = x.node, x.spec
         marks = [step for step in plan if step.pair == "vary"]
@@ -204,7 +209,7 @@ class _Lowering:
                     local = self._mark(local, frozenset(mark.axis for mark in marks))
                 continue
             if (local, step) not in self.moved:
-                self.moved[local, step] = self._collective(local, step, state, after(state, step), consumer)
+                self.moved[local, step] = self._collective(local, step, state, after(state, step), why)
             local, state = self.moved[local, step], after(state, step)
         return local
 
@@ -212,42 +217,29 @@ class _Lowering:
         """Note that x is consumed by an operator that varies over `axes`; `defer` turns the marks into collectives."""
         key = (x, Step("vary", ",".join(sorted(axes))))
         if key not in self.moved:
-            node = self.graph.call_function(MARK, (x, axes))
+            node = self.graph.call_function(MARK, (x, axes))  # type: ignore[arg-type]  # replaced before it runs
             node.meta.update(val=x.meta["val"], grad=True)
             if self.source is not None:
                 node.meta.update(module=self.source.meta.get("module", ""), source=self.source.meta.get("source", ""))
             self.moved[key] = node
         return self.moved[key]
 
-    def _collective(self, x: fx.Node, step: Step, state: Spec, then: Spec, consumer: fx.Node) -> fx.Node:
+    def _collective(self, x: fx.Node, step: Step, state: Spec, then: Spec, why: str) -> fx.Node:
         size = self.mesh.shape[step.axis]
         if step.parts and step.pair in ("shard", "reduce_scatter"):
             x = self._interleave(x, step, size, entering=True, others=self.mesh.extent(state.dims[step.dim]))
         world = self.run_args["world"]
         local = self._call(torch.ops.phx.move.default, x, step.pair, world, step.axis, size, step.dim, step.dim2)
-        local.meta["why"] = f"{step.pair}: the value is {state}, {consumer.target if consumer.op != 'output' else 'the cut'} needs {then}"
+        local.meta["why"] = f"{state} to {then}: {why}"
         if step.parts and step.pair in ("gather", "gather_vary"):
             local = self._interleave(local, step, size, entering=False, others=self.mesh.extent(then.dims[step.dim]))
         return local
 
     def _interleave(self, x: fx.Node, step: Step, size: int, entering: bool, others: int) -> fx.Node:
-        """Between the two orders of a fused dimension: part by part (a shard's own order) and rank by rank (a collective's)."""
-        assert step.parts is not None
-        lengths = [part // (others * size) for part in step.parts]
-        by_part = [length for length in lengths for _ in range(size)]
-        by_rank = lengths * size
-        count = len(lengths)
-        if entering:
-            pieces = self._split(x, by_part, step.dim)
-            order = [pieces[part * size + rank] for rank in range(size) for part in range(count)]
-        else:
-            pieces = self._split(x, by_rank, step.dim)
-            order = [pieces[rank * count + part] for part in range(count) for rank in range(size)]
-        return self._call(aten.cat.default, order, step.dim)
+        return self._call(aten.cat.default, reordered(x, step, size, others, entering, self._slice), step.dim)
 
-    def _split(self, x: fx.Node, lengths: list[int], dim: int) -> list[fx.Node]:
-        offsets = [sum(lengths[:at]) for at in range(len(lengths))]
-        return [self._call(aten.slice.Tensor, x, dim, start, start + length) for start, length in zip(offsets, lengths, strict=True)]
+    def _slice(self, x: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        return self._call(aten.slice.Tensor, x, dim, start, stop)
 
     # -- the local operator -----------------------------------------------------------------------------------------------------
 
@@ -258,21 +250,25 @@ class _Lowering:
         result = form.emit(emit) if form.emit else emit.again()
         if isinstance(node.meta["val"], (tuple, list)) and isinstance(result, fx.Node):
             values = result.meta["val"]
-            import operator
-
             picked = []
             for at in range(len(values)):
                 item = self.graph.call_function(operator.getitem, (result, at))
-                item.meta.update(val=values[at], grad=result.meta["grad"], module=node.meta.get("module", ""), source=node.meta.get("source", ""))
+                item.meta.update(
+                    val=values[at],
+                    grad=result.meta["grad"],
+                    module=node.meta.get("module", ""),
+                    source=node.meta.get("source", ""),
+                )
                 picked.append(item)
             results = picked
         else:
-            results = list(result) if isinstance(result, (tuple, list)) else [result]
+            results = [result] if isinstance(result, fx.Node) else list(result)
         for item, spec, shape in zip(results, placement.results, shapes, strict=True):
             expected = spec.local_shape(shape, self.mesh)
             if tuple(item.meta["val"].shape) != expected:
                 raise AssertionError(
-                    f"{self._where(node)}: the rule gives a local shape of {tuple(item.meta['val'].shape)} where {spec} of {shape} is {expected}"
+                    f"{self._where(node)}: the rule gives a local shape of {tuple(item.meta['val'].shape)}; "
+                    f"{spec} of {shape} is {expected}"
                 )
         return results
 
@@ -338,7 +334,7 @@ class _Emit(Emit):
         state = Spec(((),) * ndim, frozenset(self.axes(label)))
         for axis in reversed(self.axes(label)):
             then = state.with_partial(state.partial - {axis})
-            x = lowering._collective(x, Step("reduce", axis), state, then, self._node)
+            x = lowering._collective(x, Step("reduce", axis), state, then, f"{_word(self._node)} sums over a split dimension")
             state = then
         return x
 
@@ -357,6 +353,29 @@ class _Emit(Emit):
             torch.ops.phx.dropout_mask.default, like, probability, self.world, run["step"], run["microbatch"], run["salt"],
             lowering.dropouts, list(shape), axes,
         )  # fmt: skip
+
+
+def _word(node: fx.Node) -> str:
+    """The operator's name, without namespace and overload."""
+    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
+
+
+def reordered(
+    x: T, step: Step, size: int, others: int, entering: bool, slice_: Callable[[T, int, int, int], T] = aten.slice.Tensor
+) -> list[T]:
+    """The slices of a fused dimension between its two orders: part by part (a shard's own) and rank by rank (a collective's).
+
+    `entering` goes from the first to the second. `others` is the number of ranks along the axes that split the dimension besides.
+    """
+    assert step.parts is not None
+    lengths = [part // (others * size) for part in step.parts]
+    count = len(lengths)
+    sizes = [length for length in lengths for _ in range(size)] if entering else lengths * size
+    ends = list(itertools.accumulate(sizes))
+    pieces = [slice_(x, step.dim, end - length, end) for length, end in zip(sizes, ends, strict=True)]
+    if entering:
+        return [pieces[part * size + rank] for rank in range(size) for part in range(count)]
+    return [pieces[rank * count + part] for part in range(count) for rank in range(size)]
 
 
 def _hints_by_node(graph: fx.Graph, hints: Mapping[str, Spec]) -> dict[fx.Node, Spec]:

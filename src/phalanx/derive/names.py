@@ -1,7 +1,7 @@
 """From the user's names for dimensions and the layout that places names on axes, to Specs. Names go no further than this file.
 
-    names  = {"*.q_proj.weight": "heads embed", "*.o_proj:out": "batch residual_seq embed", "tokens": "batch seq"}
-    layout = {"batch": "dp", "heads": "tp"}
+names  = {"*.q_proj.weight": "heads embed", "*.o_proj:out": "batch residual_seq embed", "tokens": "batch seq"}
+layout = {"batch": "dp", "heads": "tp"}
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def compile_names(captured: Captured, mesh: Mesh, names: Mapping[str, str] | Non
         name: _place_parameter(p, declared, placed, mesh, parts.get(name, {}), heads) for name, p in captured.parameters.items()
     }
     buffers = {name: _place_parameter(b, declared, placed, mesh, {}, {}) for name, b in captured.buffers.items()}
-    batch = {
-        key: _place_batch(key, shape, dtype, declared, placed, mesh) for key, (shape, dtype) in captured.batch.items()
-    }
+    batch = {key: _place_batch(key, shape, dtype, declared, placed, mesh) for key, (shape, dtype) in captured.batch.items()}
     outputs: dict[str, Spec] = {}
     for pattern, dims in declared_outputs.items():
         for path in modules:
@@ -96,7 +94,9 @@ def _check_patterns(
     tensors = [name for p in (*captured.parameters.values(), *captured.buffers.values()) for name in (p.name, *p.aliases)]
     for pattern in declared:
         if pattern not in captured.batch and not any(fnmatchcase(name, pattern) for name in tensors):
-            raise ValueError(f"the name pattern {pattern!r} matches no parameter or batch entry{_closest(pattern, (*tensors, *captured.batch))}")
+            raise ValueError(
+                f"the name pattern {pattern!r} matches no parameter or batch entry{_closest(pattern, (*tensors, *captured.batch))}"
+            )
     for pattern in outputs:
         if not any(fnmatchcase(path, pattern) for path in modules):
             raise ValueError(f"the name pattern {pattern + ':out'!r} matches no module{_closest(pattern, modules)}")
@@ -124,7 +124,9 @@ def _place_parameter(
             raise ValueError(f"{pattern!r}: {dims!r} names {len(names)} dimensions, {p.name} has {len(p.shape)}: {p.shape}")
         spec = _spec(p, names, placed, mesh, parts, heads)
         if chosen is not None and chosen[1] != spec:
-            raise ValueError(f"{p.name} is placed twice and differently: {chosen[0]!r} says {chosen[1]}, {pattern!r} says {spec}")
+            raise ValueError(
+                f"{p.name} is placed twice and differently: {chosen[0]!r} says {chosen[1]}, {pattern!r} says {spec}"
+            )
         chosen = (pattern, spec)
     return p if chosen is None else replace(p, spec=chosen[1])
 
@@ -159,7 +161,12 @@ def _spec(
 
 
 def _place_batch(
-    key: str, shape: tuple[int, ...], dtype: object, declared: Mapping[str, str], placed: Mapping[str, tuple[str, ...]], mesh: Mesh
+    key: str,
+    shape: tuple[int, ...],
+    dtype: object,
+    declared: Mapping[str, str],
+    placed: Mapping[str, tuple[str, ...]],
+    mesh: Mesh,
 ) -> Value:
     names = declared[key].split() if key in declared else ["batch"] + [""] * (len(shape) - 1) if shape else []
     if len(names) != len(shape):
@@ -196,5 +203,11 @@ def _nearest(size: int, ranks: int) -> str:
 
 
 def _closest(word: str, candidates: Iterable[str]) -> str:
-    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.3)
-    return f"; the closest is {match[0]!r}" if match else ""
+    """The closest candidate, for the end of a message; a pattern is compared with as many last components as it has."""
+    word = word.lstrip("*.")
+    depth = word.count(".") + 1
+    ends: dict[str, str] = {}
+    for candidate in candidates:
+        ends.setdefault(".".join(candidate.split(".")[-depth:]), candidate)
+    match = difflib.get_close_matches(word, ends, n=1, cutoff=0.3)
+    return f"; the closest is {ends[match[0]]!r}" if match else ""

@@ -6,7 +6,7 @@ A Program is data. It is made by `derive` and read by `schedule`, `run`, `plan` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -133,8 +133,8 @@ class SegmentClass:
     outputs: tuple[Value, ...]
     deferred: tuple[frozenset[str], ...]
     """Per param: axes over which its gradient is left partial, to be summed by REDUCE."""
-    notes: tuple[dict, ...] = ()
-    """Why each forward move exists: {"node", "pair", "axis", "module", "source", "from", "to", "why"}."""
+    notes: tuple[dict[str, Any], ...] = ()
+    """Operators without a rule that run whole on every rank: {"node", "module", "source", "bytes", "why"}."""
     graphs: Graphs | None = None
 
 
@@ -165,7 +165,7 @@ class Program:
     batch_axes: tuple[str, ...]
     """Axes that split the batch: COUNT sums over them."""
     warnings: tuple[str, ...] = ()
-    report: list[dict] = field(default_factory=list)
+    report: list[dict[str, Any]] = field(default_factory=list)
 
     def hosts(self, parameter: str) -> tuple[int, ...]:
         """Indices of the segments that use a parameter."""

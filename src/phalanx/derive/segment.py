@@ -24,7 +24,7 @@ from phalanx.derive.canonical import is_random
 from phalanx.derive.program import Captured, Piece, Source
 
 LEAST_COVERAGE = 1 / 3
-"""Share of the graph that the repeated blocks of a container must make up to be taken as blocks unasked."""
+"""Share of the uses of parameters that must be inside the repeated blocks of a container for them to be taken unasked."""
 
 Label = tuple[str, int]
 """A block's module path and which call of it."""
@@ -53,7 +53,7 @@ def segment(graph: fx.Graph, blocks: str | None = None) -> Cut:
     assert home[losses] == last, f"the loss is in piece {home[losses]} of {len(names)}"
     needed = _needed_by(graph, home, alone)
     tables = {node for node, pieces in needed.items() if len(pieces) > 1 and not _is_scalar_constant(node)}
-
+    tables |= {node for node in needed if node.target is operator.getitem and node.args[0] in tables}
     last_use = {
         node: last if node is losses else max((home[user] for user in node.users if user in home), default=home[node])
         for node in home
@@ -124,15 +124,19 @@ def _path_matches(path: str, pattern: str) -> bool:
 
 
 def _repeated_children(graph: fx.Graph) -> set[str]:
-    """Children of the container, or disjoint containers, whose repeated, indexed children make up most of the graph."""
-    sizes: dict[str, Counter[str]] = defaultdict(Counter)  # container → child → nodes
+    """Children of the container, or disjoint containers, whose repeated, indexed children use most of the parameters."""
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)  # container → child → uses of parameters
     types: dict[str, str] = {}
-    computing = [node for node in graph.nodes if node.op == "call_function" and "calls" in node.meta]
-    for node in computing:
+    total = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        uses = any(source.meta.get("kind") == "parameter" for source in node.all_input_nodes)
+        total += uses
         for path, _, kind in node.meta["calls"]:
             container, _, child = path.rpartition(".")
             if child.isdecimal():
-                sizes[container][path] += 1
+                sizes[container][path] += uses
                 types[path] = kind
     covered: dict[str, int] = {}
     children: dict[str, set[str]] = {}
@@ -141,7 +145,7 @@ def _repeated_children(graph: fx.Graph) -> set[str]:
         children[container] = {path for path in sized if alike[types[path]] > 1}
         covered[container] = sum(sized[path] for path in children[container])
     best = max(covered.values(), default=0)
-    if best < LEAST_COVERAGE * len(computing):
+    if best == 0 or best < LEAST_COVERAGE * total:
         return set()
     chosen: list[str] = []
     for container in sorted(covered, key=lambda c: (-covered[c], c)):

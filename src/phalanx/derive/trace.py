@@ -69,6 +69,9 @@ def trace_joint(
     # Two concurrent traces crash, and once gave a wrong graph silently.
     in_rank = threading.current_thread().name.startswith("phx-rank-")
     assert not in_rank, "derive before the rank threads start, in the calling thread"
+    # There autograd aborts the process on the first fake tensor that requires grad.
+    if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        raise ValueError("this build of torch has no CUDA: derive on a machine that has, or with device='cpu'")
     _check_run_uses(lowered)
     constants = {
         f"constant{i}": (target, _attribute(lowered, target))
@@ -129,7 +132,7 @@ class _Origin:
 
     def enter(self, meta: dict[str, Any], phase: str) -> None:
         self.flush()
-        self.meta = {"phase": phase, **{key: meta[key] for key in ("module", "source") if key in meta}}
+        self.meta = {"phase": phase, **{key: meta[key] for key in ("module", "source", "why") if key in meta}}
 
     def flush(self) -> None:
         newest = self.last

@@ -62,7 +62,7 @@ class Bound:
         self.operations: list[tuple[tuple[int, ...], Operation, Action | None]] = [
             (tuple(node.waits), node.make(node), None if node.implied else node.action) for node in nodes
         ]
-        """(messages to wait for first, what to do, the action that it is), in order; None is work that the next action implies."""
+        """(messages to wait for first, what to do, the action it is, None for work that the next one implies), in order."""
         self._transient = [i for i in range(len(self.machine.slots)) if i not in self._fixed]
 
     # Around a run

@@ -16,6 +16,7 @@ from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss, Prepare
 from phalanx.derive.program import Program
 from phalanx.event import Event
+from phalanx.run.bounds import embedding_rows
 from phalanx.run.executor import Evaluation, Executor, Out
 from phalanx.run.gather import check_equal
 from phalanx.run.initialize import initial_shard
@@ -66,7 +67,7 @@ def parallelize(
     max_norm   clip gradients to this global norm
     blocks     pattern of the modules to cut at, if the repeated blocks are not to be found by themselves
     prepare    context to trace in; chosen for Hugging Face models if None
-    bounds     number of rows by batch entry that indexes an embedding: ids outside are refused
+    bounds     number of rows by batch entry: ids outside are refused. Entries that index an embedding directly are found
 
     On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes,
     for what does not fit together.
@@ -83,12 +84,13 @@ def parallelize(
     planned = build(view, schedule, world.mesh.extent(("pp",)), microbatches) if isinstance(schedule, str) else schedule
     check(planned, view)
     decay = groups(config, program)
+    rows = {**embedding_rows(program), **(bounds or {})}
 
     def executor(rank: World) -> Executor:
         if not local:
             check_equal(real_tensors(model), rank)
         parameters = Parameters(program, rank, planned.coordinates, initial_values(model, rank, seed), decay)
-        return Executor(program, planned, rank, parameters, Optimizer(config, parameters), max_norm=max_norm, bounds=bounds)
+        return Executor(program, planned, rank, parameters, Optimizer(config, parameters), max_norm=max_norm, bounds=rows)
 
     return Step(model, world, program, planned, _on_ranks(world, executor), seed)
 

@@ -62,7 +62,7 @@ class Explanation:
     def __str__(self) -> str:
         """A table in which segments that communicate alike share their lines."""
         lines = [f"{'segment':24} {'module':34} {'dir':8} {'op':14} {'axis':6} {'bytes':>12} {'count':>6}  why"]
-        shown: dict[tuple[object, ...], list[str]] = {}
+        shown: dict[tuple[tuple[str, str, str, str, int, int, str], ...], list[str]] = {}
         for name, rows in self._by_segment():
             relative = tuple(
                 (_below(r.module, name), r.direction, r.op, r.axis, r.bytes, r.count, _without(r.why, name)) for r in rows
@@ -70,7 +70,7 @@ class Explanation:
             shown.setdefault(relative, []).append(name)
         for relative, names in shown.items():
             first = _range(names)
-            for module, direction, op, axis, size, count, why in relative:  # type: ignore[misc]
+            for module, direction, op, axis, size, count, why in relative:
                 lines.append(f"{first:24} {module:34} {direction:8} {op:14} {axis:6} {size:12,} {count:6}  {why}")
                 first = ""
         lines += ["", "total bytes per axis (bytes x count, every segment): " + (
@@ -108,18 +108,8 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
             for part in reduce[segment.index].parts:
                 why = f"the gradients of {_some(part.parameters)} are partial sums"
                 for axis in reversed(part.axes):
-                    rows.append(
-                        Row(
-                            segment.name,
-                            segment.name,
-                            "backward",
-                            "all_reduce",
-                            axis,
-                            part.bytes,
-                            1,
-                            f"REDUCE: {why} over {axis}",
-                        )
-                    )
+                    sentence = f"REDUCE: {why} over {axis}"
+                    rows.append(Row(segment.name, segment.name, "backward", "all_reduce", axis, part.bytes, 1, sentence))
                 if part.coordinates:
                     why = f"REDUCE: {_some(part.parameters)} is shared by the stages on pp {', '.join(map(str, part.coordinates))}"
                     rows.append(Row(segment.name, segment.name, "backward", "all_reduce", "pp", part.bytes, 1, why))
@@ -162,7 +152,9 @@ def _graph(program: Program, segment: Segment, origin: Segment, graph: str, dire
     for node in getattr(cls.graphs, graph).graph.nodes:
         if node.op == "call_function" and node.target in COMMUNICATES and program.mesh.shape.get(str(node.args[2]), 1) > 1:
             module = _renamed(str(node.meta.get("module") or origin.name), origin.name, segment.name)
-            why = _renamed(str(node.meta.get("why", "")), origin.name, segment.name)
+            why = str(node.meta.get("why", ""))
+            if node.meta.get("phase") == "backward":
+                why = f"backward of: {why}"
             row = Row(segment.name, module, direction, COMMUNICATES[node.target], str(node.args[2]), _payload(node), count, why)
             merged[row] = merged.get(row, 0) + 1
     return [Row(**{**asdict(row), "count": row.count * times}) for row, times in merged.items()]
@@ -170,7 +162,7 @@ def _graph(program: Program, segment: Segment, origin: Segment, graph: str, dire
 
 def _payload(node: fx.Node) -> int:
     values = (node.args[0].meta["val"], node.meta["val"])  # type: ignore[union-attr]
-    return max(int(value.numel()) * value.element_size() for value in values)
+    return max(int(value.numel() * value.element_size()) for value in values)
 
 
 def _sends(program: Program, segment: Segment, count: int) -> Iterable[Row]:

@@ -106,12 +106,19 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError for what can be known to be wrong before any rank starts."""
         mesh = self.parsed_mesh()
-        if self.layout is not None:
-            parse_layout(self.layout, mesh)
         for name in ("steps", "microbatches", "batch", "seq"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it is a number of at least 1")
+        layout = self.parsed_layout(("batch", "residual_seq"))
+        axes = layout.get("batch", ())
+        parts = self.microbatches * mesh.extent([axes] if isinstance(axes, str) else axes)
+        if self.batch is not None and self.batch % parts:
+            ranks = parts // self.microbatches
+            raise ValueError(
+                f"batch {self.batch} does not divide into {self.microbatches} microbatches over {ranks} data ranks; "
+                f"{parts * max(1, self.batch // parts)} or another multiple of {parts} does"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it is a probability of at least 0 and below 1")
         if self.optimizer.lr <= 0:

@@ -52,12 +52,15 @@ def build(name: str, dtype: str, *, dropout: float = 0.0) -> Model:
 
     Raises ValueError, with the closest match, if there is none of that name.
     """
-    family, _, rest = name.partition(":")
-    if family == "hf-tiny" and rest:
-        return _hugging_face(name, rest, getattr(torch, dtype), dropout)
-    if name not in NAMES:
+    check_name(name)
+    make = NAMES[name] if name in NAMES else partial(_hugging_face, name.partition(":")[2])
+    return make(name, getattr(torch, dtype), dropout)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError, with the closest match, for a name that is not one. What follows hf-tiny: is left to transformers."""
+    if name not in NAMES and not name.startswith("hf-tiny:"):
         raise ValueError(f"there is no model {name!r}; there are {closest(name, (*NAMES, 'hf-tiny:llama'))}")
-    return NAMES[name](name, getattr(torch, dtype), dropout)
 
 
 def token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -107,7 +110,7 @@ def _llama(size: str, batch: int, seq: int, name: str, dtype: torch.dtype, dropo
     )
 
 
-def _hugging_face(name: str, family: str, dtype: torch.dtype, dropout: float) -> Model:
+def _hugging_face(family: str, name: str, dtype: torch.dtype, dropout: float) -> Model:
     if dropout:
         raise ValueError(f"--dropout {dropout}: {name} is a fixed configuration without dropout")
     config = tiny.config(family)

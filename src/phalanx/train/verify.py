@@ -32,6 +32,10 @@ NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 1e-1}
 """A gradient below this fraction of the model's largest is measured against that fraction instead of against itself. Some
 gradients are 0 in exact arithmetic (the bias of a key projection under softmax): both sides hold rounding and nothing else."""
 
+SMOOTH_EPS = {"float32": 1e-3, "bfloat16": 1.0}
+"""AdamW's eps where rounding is coarse. The first updates are lr g / (|g| + eps): with the usual 1e-8 they are the sign of g, also
+where g is nothing but rounding, and any two orders of summation end in different weights."""
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -67,6 +71,8 @@ class Comparison:
     layout: Mapping[str, str | tuple[str, ...]]
     dtype: str
     steps: int
+    reference: str
+    """What it was compared with."""
     tolerance: float
     loss: float
     grad: float
@@ -162,12 +168,19 @@ def verify(
     notes = []
     if config.dtype == "float64" if rewrite is None else rewrite:
         notes += rewrite_norms(module)
+    eps = max(config.optimizer.eps, SMOOTH_EPS.get(config.dtype, 0.0))
+    if eps != config.optimizer.eps:
+        notes.append(
+            f"AdamW's eps is {eps:g} on both sides, so that weights do not follow the sign of rounding in {config.dtype}"
+        )
+        config = replace(config, optimizer=replace(config.optimizer, eps=eps))
     reference: Trainer
     if config.dropout:
-        notes.append("dropout is on: the reference is the derived program on one rank, whose masks the mesh must reproduce")
+        described = "the derived program on one rank, whose dropout masks the mesh must reproduce"
         alone = replace(config, mesh="", layout=None, sequence_parallel=False)
         reference = Derived(parallel_step(alone, local(Mesh()), model, copy.deepcopy(module)))
     else:
+        described = "one process of plain PyTorch"
         reference = Eager(copy.deepcopy(module), model, config)
     derived = Derived(parallel_step(config, world, model, module))
     tally = _Tally(derived.program.parameters, _segment_of(derived), config.dtype, tolerance)
@@ -179,6 +192,7 @@ def verify(
         layout=config.parsed_layout(model.dimensions),
         dtype=config.dtype,
         steps=config.steps,
+        reference=described,
         tolerance=tolerance,
         loss=tally.largest["loss"],
         grad=tally.largest["grad"],

@@ -18,7 +18,7 @@ def attention(node: fx.Node) -> Form:
 
     With fewer kv heads than ranks the keys and values stay whole and each rank takes the one its query heads read.
     """
-    q, k, v = (shape_of(operand) for operand in tensors(node)[:3])
+    q, k = (shape_of(operand) for operand in tensors(node)[:2])
     batch: Labels = tuple(("batch", dim) for dim in range(len(q) - 3))
     heads: Labels = (HEADS,) if len(q) > 2 else ()
     labels: Labels = (*batch, *heads, WHOLE, WHOLE)

@@ -17,11 +17,11 @@ def factory(node: fx.Node) -> Form:
     return Form(operands, ((WHOLE,) * len(shape_of(node)),), finished=lent)
 
 
-RULES: dict[object, Rule] = {
-    packet: factory
-    for packet in (aten.arange, aten.zeros, aten.ones, aten.full, aten.empty, aten.eye, aten.linspace, aten.scalar_tensor,
-                   aten.tril_indices, aten.triu_indices, aten.new_ones, aten.new_zeros, aten.new_full, aten.new_empty)
-}  # fmt: skip
+_FACTORIES = (
+    aten.arange, aten.zeros, aten.ones, aten.full, aten.empty, aten.eye, aten.linspace, aten.scalar_tensor, aten.tril_indices,
+    aten.triu_indices, aten.new_ones, aten.new_zeros, aten.new_full, aten.new_empty,
+)  # fmt: skip
+RULES: dict[object, Rule] = dict.fromkeys(_FACTORIES, factory)
 
 RANDOM = frozenset(
     (aten.rand, aten.randn, aten.randint, aten.randperm, aten.rand_like, aten.randn_like, aten.randint_like, aten.bernoulli,

@@ -50,6 +50,7 @@ def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, ignore: 
     peak = e.call(aten.amax.default, e.call(aten.detach.default, logits), [-1], True)
     for axis in reversed(e.axes(CLASSES)):
         peak = e.call(torch.ops.phx.all_reduce.default, peak, e.world, axis, "max")
+        peak.meta["why"] = f"cross_entropy over a vocabulary split over {axis} needs the largest logit"
     shifted = e.call(aten.sub.Tensor, logits, peak)
     total = e.call(aten.sum.dim_IntList, e.call(aten.exp.default, shifted), [-1])
     local, outside = local_rows(e, target, CLASSES, classes)
@@ -57,7 +58,9 @@ def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, ignore: 
     picked = e.call(aten.masked_fill.Scalar, e.call(aten.squeeze.dim, picked, -1), outside, 0)
     # one message for both sums
     both = e.reduce(e.call(aten.stack.default, [total, picked]), CLASSES)
-    loss = e.call(aten.sub.Tensor, e.call(aten.log.default, e.call(aten.select.int, both, 0, 0)), e.call(aten.select.int, both, 0, 1))
+    loss = e.call(
+        aten.sub.Tensor, e.call(aten.log.default, e.call(aten.select.int, both, 0, 0)), e.call(aten.select.int, both, 0, 1)
+    )
     loss = e.call(aten.masked_fill.Scalar, loss, e.call(aten.eq.Scalar, target, ignore), 0)
     if reduction == NONE:
         return loss

@@ -99,5 +99,5 @@ RULES: dict[object, Rule] = {
     aten.einsum: einsum,
     aten.outer: outer,
     aten.dot: lambda node: Form((("k",), ("k",)), ((),), "each"),
-    **{packet: convolution for packet in (aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)},
+    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution), convolution),
 }

@@ -13,9 +13,7 @@ aten = torch.ops.aten
 def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> Labels:
     """Labels of an operand that broadcasts to `result`: result dimension numbers; size-1 dimensions that stretch are whole."""
     lead = len(result) - len(shape)
-    return tuple(
-        dim + lead if size == result[dim + lead] else WHOLE for dim, size in enumerate(shape)
-    )
+    return tuple(dim + lead if size == result[dim + lead] else WHOLE for dim, size in enumerate(shape))
 
 
 def pointwise(linear: Linearity = "none") -> Rule:
@@ -68,11 +66,13 @@ _NONLINEAR = (
 
 RULES: dict[object, Rule] = {
     **{packet: pointwise() for packet in _NONLINEAR},
-    **{packet: pointwise("first") for packet in (aten.neg, aten.div, aten.true_divide, aten.contiguous, aten.clone, aten.alias)},
+    **{
+        packet: pointwise("first") for packet in (aten.neg, aten.div, aten.true_divide, aten.contiguous, aten.clone, aten.alias)
+    },
     **{packet: pointwise("first") for packet in (aten.detach, aten.lift_fresh_copy, aten.positive)},
     **{packet: pointwise("sum") for packet in (aten.add, aten.sub, aten.subtract)},
     **{packet: pointwise("each") for packet in (aten.mul, aten.multiply)},
-    **{packet: cast for packet in (aten.to, aten._to_copy, aten.type_as)},
-    **{packet: same_shape_factory for packet in (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)},
+    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), cast),
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), same_shape_factory),
     aten.pow: power,
 }

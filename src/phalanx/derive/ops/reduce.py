@@ -84,18 +84,20 @@ def group_norm(node: fx.Node) -> Form:
     return Form((x, *((WHOLE,) * len(shape) for shape in operands[1:])), (x,))
 
 
+_WHOLE = (
+    aten.amax, aten.amin, aten.max, aten.min, aten.var, aten.std, aten.var_mean, aten.any, aten.all, aten.prod, aten.argmax,
+    aten.argmin, aten.logsumexp, aten.norm, aten.linalg_vector_norm,
+)  # fmt: skip
+_LINES = (aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.sort, aten.glu)
+
 RULES: dict[object, Rule] = {
     aten.sum: sum_,
     aten.mean: mean,
-    **{
-        packet: whole_reduction
-        for packet in (aten.amax, aten.amin, aten.max, aten.min, aten.var, aten.std, aten.var_mean, aten.any, aten.all, aten.prod,
-                       aten.argmax, aten.argmin, aten.logsumexp, aten.norm, aten.linalg_vector_norm)
-    },
-    **{packet: along(1, "dim", -1) for packet in (aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.sort, aten.glu)},
-    **{packet: along(1, "dim") for packet in (aten.cumsum, aten.cumprod, aten.logcumsumexp)},
+    **dict.fromkeys(_WHOLE, whole_reduction),
+    **dict.fromkeys(_LINES, along(1, "dim", -1)),
+    **dict.fromkeys((aten.cumsum, aten.cumprod, aten.logcumsumexp), along(1, "dim")),
     aten.topk: along(2, "dim", -1),
     aten.layer_norm: layer_norm,
     aten.rms_norm: layer_norm,
     aten.group_norm: group_norm,
-}  # fmt: skip
+}

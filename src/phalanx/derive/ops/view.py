@@ -223,7 +223,9 @@ def stack(node: fx.Node) -> Form:
     operands = tensors(node)
     ndim = len(shape_of(node))
     dim = dim_index(argument(node, 1, "dim", 0), ndim)
-    return Form((tuple(range(ndim - 1)),) * len(operands), (tuple(WHOLE if d == dim else d - (d > dim) for d in range(ndim)),), "sum")
+    return Form(
+        (tuple(range(ndim - 1)),) * len(operands), (tuple(WHOLE if d == dim else d - (d > dim) for d in range(ndim)),), "sum"
+    )
 
 
 def pad(node: fx.Node) -> Form:
@@ -253,7 +255,9 @@ def movedim(node: fx.Node) -> Form:
 
 
 RULES: dict[object, Rule] = {
-    **{p: view for p in (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)},
+    **dict.fromkeys(
+        (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as), view
+    ),
     aten.permute: permute,
     aten.transpose: transpose,
     aten.swapaxes: transpose,
