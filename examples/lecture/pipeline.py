@@ -3,35 +3,30 @@
     python examples/lecture/pipeline.py
     phalanx run --ranks 4 examples/lecture/pipeline.py --processes
 
-Three orders of the same work, over blocking and over asynchronous messages (isend and irecv: every send and recv here returns a
-handle, and blocking means to wait for it at once). What is computed is real. How long it takes is pretended, so that two cores
-can show four devices: a forward keeps its rank busy for FORWARD seconds, a backward twice that, a message needs DELAY seconds
-on its way, and meanwhile the rank sleeps and the others run. As processes the messages go over real wires, without DELAY.
+Three orders of the same work (`stage.py` has the work itself), over blocking and over asynchronous messages. Computation takes a
+pretended time, and on threads so does a message: DELAY seconds. As processes the messages go over real wires, without DELAY.
 
 Stated and tested: GPipe with isend and irecv takes at most WINS of the time of GPipe with blocking messages.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from launch import start
-from mlp import MLP, batch_of, one_process, squared_error, worst_error
-from torch import Tensor
+from mlp import one_process, worst_error
+from stage import FORWARD, MICROBATCHES, Stage
 
 import phalanx as phx
 from phalanx import comm
-from phalanx.comm import Delay, Handle
+from phalanx.comm import Delay
 from phalanx.event import Event
 from phalanx.schedule.draw import draw
 
 MESH = phx.Mesh(pp=4)
-MICROBATCHES = 8
-FORWARD, DELAY = 0.005, 0.005
+DELAY = 0.005
 WINS = 0.75
 
 
@@ -67,87 +62,62 @@ def one_f_one_b(stage: Stage) -> None:
         stage.backward(j)
 
 
-@dataclass
-class Stage:
-    """The layers of one rank, what it must remember between forward and backward, and its messages in flight."""
+@dataclass(frozen=True)
+class Measured:
+    seconds: float
+    """From the first rank's first forward to the last rank's last backward."""
+    idle: list[float]
+    """Share of that time in which a rank computes nothing, by rank."""
+    peak_live: list[float]
+    """Micro-batches whose activations a rank holds at most, by rank."""
+    loss: float
+    error: float
+    """Of this rank's gradients against one process, relative."""
+    events: list[Event]
 
-    world: phx.World
-    blocking: bool
-    forward_seconds: float = FORWARD
-    events: list[Event] = field(default_factory=list)
-    live: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # micro-batch: input, output or loss
-    peak_live: int = 0
-    loss: float = 0.0
-    expected: dict[int, tuple[Tensor, Handle]] = field(default_factory=dict)  # the next message from a peer
-    sent: list[tuple[Tensor, Handle]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.group, self.index = self.world.place("pp")
-        self.last = self.group.size - 1
-        per_stage = len(model := MLP().layers) // self.group.size
-        self.layers = model[self.index * per_stage : (self.index + 1) * per_stage]
-        self.first_layer = self.index * per_stage
-        self.batches = [
-            dict(zip(batch_of(0), tensors, strict=True))
-            for tensors in zip(*(t.chunk(MICROBATCHES) for t in batch_of(0).values()), strict=True)
-        ]  # no batch is sent between stages: each rank cuts its own
-        self.samples = len(batch_of(0)["x"])
-        self.shape = self.batches[0]["x"].shape
+def measure(world: phx.World, order: Callable[[Stage], None], blocking: bool, forward_seconds: float = FORWARD) -> Measured:
+    stage = Stage(world, blocking, forward_seconds)
+    stage.step(order)
+    clock = torch.tensor([-stage.events[0].start, stage.events[-1].end], dtype=torch.float64)
+    begin, end = comm.all_reduce(clock, world, "pp", "max").tolist()
+    busy = sum(event.end - event.start for event in stage.events)
+    mine = torch.tensor([[1 - busy / (end + begin), stage.peak_live, stage.loss]], dtype=torch.float64)
+    idle, live, losses = comm.all_gather(mine, world, "pp").T.tolist()
+    error = worst_error(stage.gradients(), one_process().gradients)
+    return Measured(end + begin, idle, live, losses[-1], error, stage.events)
 
-    def forward(self, j: int) -> None:
-        x = self.batches[j]["x"] if self.index == 0 else self.receive(self.index - 1, j).requires_grad_()
-        with self.busy("F", j, self.forward_seconds):
-            y = x
-            for layer in self.layers:
-                y = layer(y)
-            if self.index == self.last:
-                y = squared_error(y, self.batches[j])[0] / self.samples
-                self.loss += y.item()
-        self.live[j] = (x, y)
-        self.peak_live = max(self.peak_live, len(self.live))
-        if self.index < self.last:
-            self.send(y.detach(), self.index + 1)
 
-    def backward(self, j: int) -> None:
-        x, y = self.live.pop(j)
-        grad = torch.ones_like(y) if self.index == self.last else self.receive(self.index + 1, j)
-        with self.busy("B", j, 2 * self.forward_seconds):
-            y.backward(grad)  # adds to the gradients of the micro-batches before
-        if self.index > 0:
-            assert x.grad is not None
-            self.send(x.grad, self.index - 1)
+VARIANTS = (
+    ("naive, blocking", naive, True),
+    ("naive, isend and irecv", naive, False),
+    ("GPipe, blocking", gpipe, True),
+    ("GPipe, isend and irecv", gpipe, False),
+    ("1F1B, isend and irecv", one_f_one_b, False),
+)
 
-    def send(self, x: Tensor, peer: int) -> None:
-        handle = self.world.transport.send(x, peer, self.group)
-        if self.blocking:
-            handle.wait()
-        else:
-            self.sent.append((x, handle))  # x must stay as it is until it has gone
 
-    def receive(self, peer: int, j: int) -> Tensor:
-        x, handle = self.expected.pop(peer) if peer in self.expected else self.expect(peer)
-        handle.wait()
-        if not self.blocking and j + 1 < MICROBATCHES:
-            self.expected[peer] = self.expect(peer)  # the next one may travel while this one is computed
-        return x
+def lecture(world: phx.World) -> list[Measured]:
+    measure(world, gpipe, False, 0.0)  # unmeasured: the first backward of a process takes a while to start
+    found = []
+    for title, order, blocking in VARIANTS:
+        found.append(result := measure(world, order, blocking))
+        if world.rank == 0:
+            idle, live = " ".join(f"{share:4.0%}" for share in result.idle), " ".join(f"{n:.0f}" for n in result.peak_live)
+            print(f"{title:24} step {result.seconds:.3f} s   idle {idle}   live micro-batches {live}   loss {result.loss:.6f}")
+    return found
 
-    def expect(self, peer: int) -> tuple[Tensor, Handle]:
-        x = torch.empty(self.shape, dtype=torch.float64)
-        return x, self.world.transport.recv(x, peer, self.group)
 
-    def step(self, order: Callable[[Stage], None]) -> None:
-        neighbours = [peer for peer in (self.index - 1, self.index + 1) if 0 <= peer <= self.last]
-        self.world.transport.barrier(self.group).wait()  # so that nobody's clock starts early
-        if not self.blocking:
-            self.expected = {peer: self.expect(peer) for peer in neighbours}
-        order(self)
-        for _, handle in self.sent:
-            handle.wait()
+def main() -> None:
+    ranks = start(lecture, MESH, rendezvous=True, delay=Delay(DELAY))  # rendezvous: a send is done when its recv is there
+    worst = max(result.error for results in ranks for result in results)
+    print(
+        f"loss in one process {one_process().losses[0]:.6f}; every gradient equals that of one process to 1e-12: {worst < 1e-12}"
+    )
+    if len(ranks) == MESH.size:  # as processes, nobody has everybody's events
+        for number, (title, _, _) in enumerate(VARIANTS):
+            print(f"\n{title}\n{draw([event for results in ranks for event in results[number].events])}")
 
-    @contextmanager
-    def busy(self, name: str, j: int, seconds: float) -> Iterator[None]:
-        """The stand-in for a device: whatever the block computes, it takes so long, and no core meanwhile."""
-        start = time.perf_counter()
-        yield
-        time.sleep(max(0.0, start + seconds - time.perf_counter()))
-        self.events.append(Event(self.world.rank, "compute", name, start, time.perf_counter(), microbatch=j))
+
+if __name__ == "__main__":
+    main()

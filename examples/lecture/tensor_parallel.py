@@ -130,7 +130,9 @@ def step(world: phx.World, block: Callable[..., Tensor], split: dict[str, int]) 
     for number, mine in enumerate(layers):
         for name, p in mine.items():
             assert p.grad is not None
-            gradients[f"layers.{number}.{name}"] = comm.all_gather(p.grad, world, "tp", split[name]) if name in split else p.grad
+            gradients[f"layers.{number}.{name}"] = (
+                comm.all_gather(p.grad, world, "tp", split[name]) if name in split else p.grad
+            )
     return Result((total / count).item(), gradients, traffic)
 
 

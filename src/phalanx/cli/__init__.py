@@ -53,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("phalanx: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads our output any more, as in `phalanx train --help | head`. Python flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
     except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it is told
         return report(error, with_traceback)
 

@@ -1,7 +1,7 @@
 """Which batch entries index an embedding, and how many rows it has.
 
-A rank that holds some of the rows takes an id that it does not hold for another rank's; one that nobody holds would become zeros
-in silence. So ids are checked where a batch comes in.
+A rank that holds some of the rows takes an id that it does not hold for another rank's, and one that nobody holds would become
+zeros in silence. So ids are checked where a batch comes in.
 """
 
 from __future__ import annotations
