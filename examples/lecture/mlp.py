@@ -19,7 +19,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, width)
-        return x + self.down(F.gelu(self.up(x)))
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return x + y
 
 
 class MLP(nn.Module):
@@ -80,7 +81,7 @@ def descend(model: nn.Module) -> None:
     """One step of gradient descent."""
     for parameter in model.parameters():
         assert parameter.grad is not None
-        parameter -= LR * parameter.grad
+        parameter.sub_(LR * parameter.grad)
 
 
 def worst_error(mine: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:

@@ -39,7 +39,7 @@ class Enter(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return comm.all_reduce(grad, ctx.world, "tp"), None
 
 
@@ -51,7 +51,7 @@ class Leave(Function):
         return comm.all_reduce(x, world, "tp")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -64,7 +64,7 @@ class Gather(Function):
         return comm.all_gather(x, world, "tp", dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return comm.shard(grad, ctx.world, "tp", dim=1), None
 
 
@@ -77,7 +77,7 @@ class GatherEnter(Function):
         return comm.all_gather(x, world, "tp", dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return comm.reduce_scatter(grad, ctx.world, "tp", dim=1), None
 
 

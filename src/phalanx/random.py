@@ -34,6 +34,11 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def salt(seed: int, segment: int) -> int:
+    """What makes the dropout of one segment differ from that of another and of other seeds; fits an operator's int argument."""
+    return key(seed, "dropout", segment) >> 1
+
+
 def bits(key: int, index: Tensor) -> Tensor:
     """64 random bits, as int64, for each counter in `index` (int64)."""
     z = leading_bits(key, index)

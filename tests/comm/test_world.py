@@ -99,7 +99,7 @@ def test_run_returns_in_rank_order_with_arguments_of_each_rank() -> None:
         names = world.run(
             lambda w, a, b: (w.rank, w.coordinates["tp"], a, b, threading.current_thread().name), "abcd", range(4)
         )
-        assert names == [(r, r % 2, "abcd"[r], r, f"rank {r}") for r in range(4)]
+        assert names == [(r, r % 2, "abcd"[r], r, f"phx-rank-{r}") for r in range(4)]
         with pytest.raises(ValueError, match="3 values, one is needed for each of 4"):
             world.run(lambda w, a: None, [1, 2, 3])
         assert len({w.generator for w in world.worlds}) == 4

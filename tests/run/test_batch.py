@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from phalanx.comm.local import LocalWorld
+from phalanx.derive.program import IndexBound
 from phalanx.mesh import Mesh
 from phalanx.run.batch import microbatches
 from phalanx.run.executor import Executor, Out
@@ -59,6 +62,12 @@ def test_what_is_wrong_is_said_with_the_numbers() -> None:
         with pytest.raises(ValueError, match=r"rank 1's local batch of this step is \(4, 3\)"):
             microbatches(good, made, world, local=True)
         outside = {**good, "tokens": good["tokens"].clone().fill_(hand_made.VOCAB)}
-        with pytest.raises(ValueError, match="ids from 11 to 11; the embedding it indexes has 11 rows"):
-            microbatches(outside, made, world, bounds={"tokens": hand_made.VOCAB})
+        bounded = replace(made, bounds={"tokens": IndexBound(hand_made.VOCAB), "labels": IndexBound(hand_made.VOCAB, -100)})
+        with pytest.raises(ValueError, match=r"'tokens' holds 11 at \[0, 0\]; valid are 0 to 10 \(24 of 24 are not\)"):
+            microbatches(outside, bounded, world)
+        unlabelled = {**good, "labels": good["labels"].clone().fill_(-100)}
+        assert microbatches(unlabelled, bounded, world)
+        unlabelled["labels"][1, 2] = -1
+        with pytest.raises(ValueError, match=r"'labels' holds -1 at \[1, 2\]; valid are 0 to 10, or -100 to ignore one"):
+            microbatches(unlabelled, bounded, world)
         assert microbatches({**good, "more": 1}, made, world)  # what no graph reads is the user's own

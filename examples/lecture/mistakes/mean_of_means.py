@@ -28,7 +28,7 @@ def wrong(world: phx.World) -> float:
 def right(world: phx.World) -> float:
     losses = token_losses(world.rank)
     total, count = comm.all_reduce(torch.tensor([losses.sum(), len(losses)], dtype=torch.float64), world, "dp").tolist()
-    return total / count
+    return float(total / count)
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ class LocalWorld:
                 failures.append((rank, error))
                 self.fabric.abort(error)
 
-        threads = [Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(self.mesh.size)]
+        threads = [Thread(target=body, args=(rank,), name=f"phx-rank-{rank}", daemon=True) for rank in range(self.mesh.size)]
         for thread in threads:
             thread.start()
         try:

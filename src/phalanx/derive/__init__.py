@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx.comm.collectives  # noqa: F401 - registers the operators that lowered graphs contain
+from phalanx.derive.bounds import index_bounds
 from phalanx.derive.capture import Loss, Prepare, capture
 from phalanx.derive.lower import lower
 from phalanx.derive.names import Layout, Placements, compile_names
@@ -84,7 +85,7 @@ def derive_placed(
     report = [{**note, "segment": s.name} for s in segments for note in s.cls.notes]
     return Program(
         mesh, microbatches, segments, placed.parameters, placed.buffers, placed.batch, tables, captured.tables_read_batch, count,
-        batch_axes, captured.warnings + placed.warnings, report,
+        batch_axes, captured.warnings + placed.warnings, report, index_bounds(captured.pieces),
     )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ class _Deriving:
             if self.recompute is not None:
                 lowered.graphs = split(
                     lowered.lowered, lowered.params, lowered.buffers, lowered.inputs, lowered.outputs, self.mesh, self.device,
-                    recompute=self.recompute,
+                    recompute=self.recompute, accumulate=True,
                 )  # fmt: skip
             self.classes[key] = lowered
         return self.classes[key]

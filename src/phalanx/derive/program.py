@@ -36,6 +36,14 @@ class Value:
 
 
 @dataclass(frozen=True)
+class IndexBound:
+    """Valid values of an integer batch entry: 0 to size - 1, and `ignored` if that is not None."""
+
+    size: int
+    ignored: int | None = None
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A parameter or buffer of the user's model, by its first name."""
 
@@ -166,6 +174,9 @@ class Program:
     """Axes that split the batch: COUNT sums over them."""
     warnings: tuple[str, ...] = ()
     report: list[dict[str, Any]] = field(default_factory=list)
+    """Operators without a rule that run whole on every rank, as in SegmentClass.notes, with their segment."""
+    bounds: dict[str, IndexBound] = field(default_factory=dict)
+    """Of the batch entries that are indices."""
 
     def hosts(self, parameter: str) -> tuple[int, ...]:
         """Indices of the segments that use a parameter."""

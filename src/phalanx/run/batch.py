@@ -5,29 +5,28 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from phalanx.comm.world import World
-from phalanx.derive.program import Program, Value
+from phalanx.derive.program import IndexBound, Program, Value
 from phalanx.spec import shard
 
 
 def microbatches(
-    batch: Mapping[str, Tensor], program: Program, world: World, *, local: bool = False, bounds: Mapping[str, int] | None = None
+    batch: Mapping[str, Tensor], program: Program, world: World, *, local: bool = False
 ) -> list[dict[str, Tensor]]:
     """This rank's slice of every microbatch, for the entries that the Program reads.
 
     Microbatch j of m holds samples [jB/m, (j+1)B/m) of the B in a global batch, each cut over the ranks by the entry's Spec.
     With `local` the batch holds this rank's slices only, one microbatch after another. An entry without dimensions goes whole
-    to every microbatch. `bounds` are numbers of embedding rows by entry: ids outside raise ValueError here instead of reading
-    foreign memory on a device.
+    to every microbatch. Ids outside the Program's bounds raise ValueError here, instead of reading foreign memory on a device or
+    counting as zero where rows or classes are split.
     """
     parts: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches)]
     for name, value in program.batch.items():
         given = _entry(batch, name, value, program, world, local)
-        if bounds and name in bounds:
-            check_bound(given, name, bounds[name])
+        if name in program.bounds:
+            _check_bound(given, name, program.bounds[name])
         for j, part in enumerate(parts):
             x = given
             if given.dim():
@@ -60,10 +59,14 @@ def _entry(batch: Mapping[str, Tensor], name: str, value: Value, program: Progra
     return given
 
 
-def check_bound(ids: Tensor, name: str, rows: int) -> None:
-    """Raise ValueError if an id is not a row of its embedding."""
-    if ids.numel() == 0:
-        return
-    low, high = (int(x) for x in torch.aminmax(ids))
-    if low < 0 or high >= rows:
-        raise ValueError(f"batch entry {name!r} holds ids from {low} to {high}; the embedding it indexes has {rows} rows")
+def _check_bound(ids: Tensor, name: str, bound: IndexBound) -> None:
+    wrong = (ids < 0) | (ids >= bound.size)
+    if bound.ignored is not None:
+        wrong &= ids != bound.ignored
+    if wrong.any():
+        at = tuple(int(i) for i in wrong.nonzero()[0])
+        also = "" if bound.ignored is None else f", or {bound.ignored} to ignore one"
+        raise ValueError(
+            f"batch entry {name!r} holds {int(ids[at])} at {list(at)}; valid are 0 to {bound.size - 1}{also} "
+            f"({int(wrong.sum())} of {ids.numel()} are not)"
+        )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx import random
 from phalanx.comm.world import World
 from phalanx.derive.program import Graphs, Program, Segment, Value
 from phalanx.run import operations
@@ -32,6 +33,7 @@ class Bound:
     tables    values of the Program's table graph, unless it reads the batch
     others    what NORM and OPT do
     training  False binds the forward actions only, with the graphs that save nothing
+    seed      of dropout
     watch     a segment whose outputs are kept for `watched`
     """
 
@@ -46,7 +48,9 @@ class Bound:
         tables: Mapping[str, Tensor],
         others: Mapping[str, Callable[[], None]] | None = None,
         watch: int | None = None,
+        seed: int = 0,
     ) -> None:
+        self.seed = seed
         self.program, self.world, self.parameters, self.training = program, world, parameters, training
         self.machine = Machine(world, parameters)
         self._others, self._watch = dict(others or {}), watch
@@ -107,7 +111,7 @@ class Bound:
 
     def _arguments(self, segment: Segment, microbatch: int) -> list[int]:
         """Slots of world, step, microbatch, salt, params and buffers."""
-        salt = segment.index
+        salt = random.salt(self.seed, segment.index)
         return [
             self._slot(("world",), fixed=self.world.name),
             self._step,

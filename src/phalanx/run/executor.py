@@ -50,8 +50,8 @@ class Evaluation:
 class Executor:
     """One rank of a training run.
 
+    seed       of dropout
     max_norm   gradients are scaled down to this global norm, as torch.nn.utils.clip_grad_norm_ does; None never scales
-    bounds     number of embedding rows by batch entry, checked before a step
     """
 
     def __init__(
@@ -63,15 +63,16 @@ class Executor:
         optimizer: Optimizer,
         *,
         max_norm: float | None = None,
-        bounds: Mapping[str, int] | None = None,
+        seed: int = 0,
     ) -> None:
         if schedule.microbatches != program.microbatches:
             raise ValueError(f"the schedule has {schedule.microbatches} microbatches, the Program {program.microbatches}")
         if max_norm is not None and max_norm <= 0:
             raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
         self.program, self.schedule, self.world = program, schedule, world
-        self.parameters, self.optimizer, self.max_norm, self.bounds = parameters, optimizer, max_norm, dict(bounds or {})
+        self.parameters, self.optimizer, self.max_norm = parameters, optimizer, max_norm
         self.actions = schedule.ranks[world.coordinates.get("pp", 0)]
+        self._seed = seed
         self.record = False
         """Whether steps append to `events`."""
         self.events: list[Event] = []
@@ -102,7 +103,7 @@ class Executor:
         Raises ValueError for a batch that does not fit, and FloatingPointError, on every rank and before any parameter changes,
         if the loss or a gradient is not finite.
         """
-        self._training.start(self._step, microbatches(batch, self.program, self.world, local=local, bounds=self.bounds))
+        self._training.start(self._step, microbatches(batch, self.program, self.world, local=local))
         self.parameters.begin()
         self._run(self._training)
         self._step += 1
@@ -188,14 +189,14 @@ class Executor:
         others = {"NORM": self._norm, "OPT": self._opt}
         return Bound(
             self.program, self.actions, self.world, self.parameters,
-            training=training, tables=self._tables, others=others, watch=watch,
+            training=training, tables=self._tables, others=others, watch=watch, seed=self._seed,
         )  # fmt: skip
 
     def _run_forward(self, batch: Mapping[str, Tensor], local: bool, watch: int | None) -> Bound:
         if watch not in self._forward:
             self._forward[watch] = self._bind(training=False, watch=watch)
         bound = self._forward[watch]
-        bound.start(self._step, microbatches(batch, self.program, self.world, local=local, bounds=self.bounds))
+        bound.start(self._step, microbatches(batch, self.program, self.world, local=local))
         self._run(bound)
         return bound
 

@@ -19,6 +19,7 @@ from phalanx.comm.world import World
 from phalanx.derive.program import Graphs, Segment, Value
 from phalanx.run.gather import exclusive
 from phalanx.run.parameters import Parameters
+from phalanx.run.sums import sum_over
 from phalanx.schedule.actions import Action
 
 Operation = Callable[[], list[Handle] | None]
@@ -267,7 +268,6 @@ def count(machine: Machine, segment: Segment, reads: Sequence[Sequence[int]], to
     assert graphs is not None
     compute, getters = callable_of(graphs.E), [operator.itemgetter(*ids) for ids in reads]
     partial = segment.cls.outputs[0].spec.partial
-    group = machine.world.group([axis for axis in machine.world.mesh.names if axis in partial])
     known: Tensor | None = None
 
     def run() -> list[Handle] | None:
@@ -278,8 +278,8 @@ def count(machine: Machine, segment: Segment, reads: Sequence[Sequence[int]], to
         counts = [compute(list(read(slots)))[0].reshape(()) for read in getters]
         # A new tensor: the sum must not be written into the batch if the count is an entry of it.
         slots[total] = torch.stack(counts).sum(dtype=torch.float64 if counts[0].is_floating_point() else torch.int64)
-        if group.size > 1:
-            machine.count_handle = machine.world.transport.all_reduce(slots[total], group)
+        if machine.world.mesh.extent(partial) > 1:
+            machine.count_handle = sum_over(machine.world, slots[total], sorted(partial))
         if not segment.inputs:
             known = slots[total]
         return None if machine.count_handle is None else [machine.count_handle]

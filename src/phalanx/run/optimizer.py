@@ -164,7 +164,8 @@ class Optimizer:
         trained = [flat for flat in parameters.flats if flat.trainable]
         self._masters = {id(f): f.values.to(f.accumulator) for f in trained if f.dtype != f.accumulator}
         self.state: dict[str, dict[int, Tensor]] = {
-            moment: {id(flat): torch.zeros_like(flat.gradients) for flat in trained} for moment in config.moments
+            moment: {id(flat): torch.zeros_like(flat.values, dtype=flat.accumulator) for flat in trained}
+            for moment in config.moments
         }
         self._fused = device.type in _get_fused_kernels_supported_devices()
         by_kind: dict[tuple[float, torch.dtype], list[Span]] = {}
@@ -173,7 +174,7 @@ class Optimizer:
         self._groups = [
             _Group(
                 decay,
-                [span.of(span.flat.gradients) for span in spans],
+                [span.gradient for span in spans],
                 [span.of(self._weights(span.flat)) for span in spans],
                 {moment: [span.of(buffers[id(span.flat)]) for span in spans] for moment, buffers in self.state.items()},
             )

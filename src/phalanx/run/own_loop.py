@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx import hf
+from phalanx import hf, random
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.derive import Layout, derive
@@ -21,6 +21,7 @@ from phalanx.run.batch import microbatches
 from phalanx.run.gather import check_equal, gather
 from phalanx.run.operations import callable_of
 from phalanx.run.parameters import contributes, squared_norm
+from phalanx.run.sums import sum_over
 from phalanx.run.values import initial_values, real_tensors
 
 
@@ -28,10 +29,10 @@ def shard(
     model: nn.Module,
     world: World | LocalWorld,
     *,
-    example: Mapping[str, Tensor],
     layout: Layout | None = None,
     names: Mapping[str, str] | None = None,
     loss: Loss | None = None,
+    example: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> Sharded | list[Sharded]:
     """The model as a module that holds this rank's shards; on a LocalWorld one for each rank, to be used in its `run`.
@@ -40,25 +41,54 @@ def shard(
         optimizer = torch.optim.AdamW(m.parameters())
         m(batch).backward(); m.sync_gradients(); optimizer.step(); optimizer.zero_grad()
 
-    Arguments are those of `parallelize`; `example` is one call's global batch.
+    Arguments are those of `parallelize`; `example` is one call's global batch. Without it the model is captured at the first call, and
+    has parameters from then on. The threads of a LocalWorld cannot capture: there `example` is needed.
     """
     if world.mesh.extent(("pp",)) > 1:
         raise ValueError(f"phx.shard runs no pipeline, but the mesh is {world.mesh}; use phx.parallelize, or leave out pp")
     device = "cpu" if isinstance(world, LocalWorld) else world.device.type
     prepare = hf.capture_context if hf.is_hf_model(model) else None
-    program = derive(model, world.mesh, example=example, names=names, layout=layout, loss=loss, device=device, prepare=prepare)
+
+    def program(batch: Mapping[str, Tensor]) -> Program:
+        return derive(model, world.mesh, example=batch, names=names, layout=layout, loss=loss, device=device, prepare=prepare)
+
     if isinstance(world, LocalWorld):
-        return [Sharded(program, rank, initial_values(model, rank, seed)) for rank in world.worlds]
+        if example is None:
+            raise ValueError(
+                "on a LocalWorld phx.shard needs example=, one call's global batch, since rank threads cannot capture"
+            )
+        derived = program(example)
+        return [Sharded(lambda batch: derived, rank, initial_values(model, rank, seed), seed, example) for rank in world.worlds]
     check_equal(real_tensors(model), world)
-    return Sharded(program, world, initial_values(model, world, seed))
+    return Sharded(program, world, initial_values(model, world, seed), seed, example)
 
 
 class Sharded(nn.Module):
     """This rank's shards as parameters, under the model's first names. A call returns a loss that can be differentiated."""
 
-    def __init__(self, program: Program, world: World, values: Callable[[Parameter], Tensor]) -> None:
+    program: Program
+
+    def __init__(
+        self,
+        derived: Callable[[Mapping[str, Tensor]], Program],
+        world: World,
+        values: Callable[[Parameter], Tensor],
+        seed: int = 0,
+        example: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.program, self.world = program, world
+        self.world = world
+        self._derived, self._values, self._seed = derived, values, seed
+        self._calls = 0
+        """Calls so far, which dropout is a function of."""
+        self._tables: dict[str, Tensor] | None = None
+        self._ready = False
+        if example is not None:
+            self._build(example)
+
+    def _build(self, example: Mapping[str, Tensor]) -> None:
+        program, world, values = self._derived(example), self.world, self._values
+        self.program, self._ready = program, True
         for name, parameter in program.parameters.items():
             if program.hosts(name):
                 value = values(parameter).to(world.device).clone()
@@ -67,7 +97,6 @@ class Sharded(nn.Module):
         for name, buffer in program.buffers.items():
             self._buffers[name] = values(buffer).to(world.device).clone()
         self._trainable = tuple(name for name, p in self._parameters.items() if p is not None and p.requires_grad)
-        self._tables: dict[str, Tensor] | None = None
 
     def forward(self, batch: Mapping[str, Tensor], count: int | Tensor | None = None, local: bool = False) -> Tensor:
         """Global mean loss of this call, on every rank. Its backward adds to `grad`, partial until `sync_gradients`.
@@ -75,8 +104,11 @@ class Sharded(nn.Module):
         Several calls before a step average by call if you divide by their number; with `count`, the number of valid tokens in
         all of them together, their losses add up to the exact mean over tokens.
         """
+        if not self._ready:
+            self._build(batch)
         part = microbatches(batch, self.program, self.world, local=local)[0]
         loss: Tensor = _Loss.apply(self, part, count, *(self._parameters[name] for name in self._trainable))  # type: ignore[no-untyped-call]
+        self._calls += 1
         return loss
 
     @torch.no_grad()
@@ -92,7 +124,7 @@ class Sharded(nn.Module):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = parameter.grad.contiguous()
-            handles.append(self.world.transport.all_reduce(parameter.grad, self.world.group(axes)))
+            handles.append(sum_over(self.world, parameter.grad, axes))
         for handle in handles:
             handle.wait()
 
@@ -125,10 +157,17 @@ class Sharded(nn.Module):
     # What the autograd function runs
 
     def arguments(self, segment: Segment) -> list[Any]:
-        """Run arguments (one microbatch, step 0), parameters and buffers of a segment."""
+        """Run arguments (one microbatch, calls for steps), parameters and buffers of a segment."""
         weights = [self._parameters[name] for name in segment.params]
         buffers = [self._buffers[name] for name in segment.buffers]
-        return [self.world.name, 0, 0, segment.index, *(w.detach() for w in weights if w is not None), *buffers]
+        return [
+            self.world.name,
+            self._calls,
+            0,
+            random.salt(self._seed, segment.index),
+            *(w.detach() for w in weights if w is not None),
+            *buffers,
+        ]
 
     def tables(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
         segment = self.program.tables
@@ -151,7 +190,7 @@ class Sharded(nn.Module):
 
     def summed(self, x: Tensor, axes: Sequence[str] | frozenset[str]) -> Tensor:
         x = x.detach().clone()
-        self.world.transport.all_reduce(x, self.world.group(sorted(axes))).wait()
+        sum_over(self.world, x, sorted(axes)).wait()
         return x
 
     def missing(self, segment: Segment, index: int) -> bool:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.transport import Group, Handle
+from phalanx.comm.transport import Handle
 from phalanx.comm.world import World
 from phalanx.derive.program import Parameter, Program
 from phalanx.run.gather import from_stage, gather
+from phalanx.run.sums import sum_over
 from phalanx.spec import Spec, owner, shard
 
 ALIGNMENT_BYTES = 64
@@ -52,6 +53,29 @@ class Place:
         return math.prod(self.shape)
 
 
+@dataclass(eq=False)
+class Gradients:
+    """The accumulators of one segment's parameters: their place in the flat, and memory only while a step needs it."""
+
+    start: int
+    data: Tensor
+    gaps: list[Tensor]
+    """What lies between parameters: it is summed and updated with them, and must stay zero."""
+    held: bool = True
+
+    def hold(self) -> None:
+        """Take memory if there is none; the parameters' values are undefined. Views of `data` stay views."""
+        if not self.held:
+            self.data.untyped_storage().resize_(self.data.numel() * self.data.itemsize)
+            self.held = True
+            if self.gaps:
+                torch._foreach_zero_(self.gaps)
+
+    def release(self) -> None:
+        self.data.untyped_storage().resize_(0)
+        self.held = False
+
+
 @dataclass
 class Flat:
     """The storage of all parameters of one dtype that are (or are not) trained."""
@@ -60,8 +84,8 @@ class Flat:
     trainable: bool
     places: tuple[Place, ...]
     values: Tensor
-    gradients: Tensor
-    """Accumulators, laid out like the values; empty if they are not trained."""
+    gradients: dict[int, Gradients]
+    """Accumulators by the first segment that uses them, laid out like the values; none if they are not trained."""
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -78,7 +102,14 @@ class Span:
     stop: int
 
     def of(self, buffer: Tensor) -> Tensor:
+        """Its part of a buffer that is laid out like the flat."""
         return buffer[self.start : self.stop]
+
+    @property
+    def gradient(self) -> Tensor:
+        """Its accumulators."""
+        chunk = self.flat.gradients[self.places[0].hosts[0]]
+        return chunk.data[self.start - chunk.start : self.stop - chunk.start]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -133,12 +164,13 @@ class Parameters:
             lambda p: (p.hosts[0], p.axes, p.stages and p.parameter.name) if p.axes or p.stages else None
         )
         self._tied = sorted((s for s in self._reductions if s.places[0].stages), key=lambda s: s.places[0].parameter.name)
-        self._counted = self._spans(lambda place: place.counted or None)
-        self.updates = self._spans(lambda place: (place.group,))
+        self._counted = self._spans(lambda place: place.hosts[0] if place.counted else None)
+        self.updates = self._spans(lambda place: (place.hosts[0], place.group))
         """Ranges of one optimizer group."""
         self._unwritten: set[str] = set()
         self._issued: list[Handle] = []
         self._taken: set[int] = set()
+        self._held: set[int] = set()
 
     # Layout
 
@@ -173,7 +205,16 @@ class Parameters:
                 laid.append(replace(place, start=start))
                 start += -(-place.numel // step) * step
             values = torch.zeros(start, dtype=dtype, device=self.world.device)
-            gradients = torch.zeros(start if trainable else 0, dtype=accumulator(dtype), device=self.world.device)
+            gradients = {}
+            for segment, run in itertools.groupby(laid if trainable else (), lambda place: place.hosts[0]):
+                own = list(run)
+                numel = own[-1].start + own[-1].numel - own[0].start
+                data = torch.zeros(numel, dtype=accumulator(dtype), device=self.world.device)
+                spans = [
+                    (at.start + at.numel - own[0].start, after.start - own[0].start) for at, after in itertools.pairwise(own)
+                ]
+                gaps = [data[start:stop] for start, stop in spans if start < stop]
+                gradients[segment] = Gradients(own[0].start, data, gaps)
             flats.append(Flat(dtype, trainable, tuple(laid), values, gradients))
         return tuple(flats)
 
@@ -192,13 +233,13 @@ class Parameters:
         """For each gradient that a segment returns: its name, its accumulator, and whether this rank's counts at all."""
         segment, targets = self.program.segments[index], []
         for name, deferred in zip(segment.params, segment.cls.deferred, strict=True):
-            flat, place = self.places[name]
+            _, place = self.places[name]
             if place.parameter.trainable:
                 # An axis that other hosts of the parameter leave partial and this one does not: here the gradient is the same
                 # on every rank of it, so one of them contributes it to the sum (R -> P).
                 missing = set(place.axes) - deferred
                 counts = all(self.world.coordinates[axis] == 0 for axis in missing)
-                targets.append((name, self.view(flat.gradients, place), counts))
+                targets.append((name, self.local_gradient(name), counts))
         return targets
 
     def view(self, buffer: Tensor, place: Place) -> Tensor:
@@ -208,10 +249,13 @@ class Parameters:
     # One step
 
     def begin(self) -> None:
-        """Forget the gradients of the step before."""
+        """Forget the gradients of the step before, and give their memory to the forward."""
+        for chunk in self._chunks():
+            chunk.release()
         self._unwritten = {name for name, (_, place) in self.places.items() if place.parameter.trainable}
         self._issued.clear()
         self._taken.clear()
+        self._held.clear()
 
     def accumulators(self, segment: int) -> list[Tensor] | None:
         """Where a segment may write its gradients itself, one per trainable parameter; None if one does not count here."""
@@ -222,6 +266,7 @@ class Parameters:
         """For each of `accumulators`: whether it is to be overwritten. From now on it counts as written."""
         if not self._unwritten:
             return [False] * len(self._targets[segment])
+        self._hold(segment)
         flags = []
         for name, _, _ in self._targets[segment]:
             flags.append(name in self._unwritten)
@@ -230,6 +275,7 @@ class Parameters:
 
     def accumulate(self, segment: int, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients that B or W of a segment returned. The first gradient of a step overwrites."""
+        self._hold(segment)
         first: list[Tensor] = []
         fresh: list[Tensor] = []
         later: list[Tensor] = []
@@ -260,7 +306,7 @@ class Parameters:
             place = span.places[0]
             if place.hosts[0] == segment and place.axes:
                 self._zero_unwritten([place.parameter.name for place in span.places])
-                issued.append(self._sum(span, self.world.group(place.axes)))
+                issued.append(sum_over(self.world, span.gradient, place.axes))
         self._issued += issued
         return issued
 
@@ -278,16 +324,26 @@ class Parameters:
             first = span.places[0].hosts[0]
             assert not span.places[0].axes or first in self._taken, f"the schedule has no REDUCE{first} before NORM"
         for span in self._tied:
-            self._sum(span, self._links[span.places[0].stages]).wait()
+            self.world.transport.all_reduce(span.gradient, self._links[span.places[0].stages]).wait()
 
-    def _sum(self, span: Span, group: Group) -> Handle:
-        return self.world.transport.all_reduce(span.of(span.flat.gradients), group)
+    def _chunks(self) -> Iterator[Gradients]:
+        return (chunk for flat in self.flats for chunk in flat.gradients.values())
+
+    def _hold(self, segment: int) -> None:
+        """Memory for the accumulators that a segment writes to, at its first backward of a step."""
+        if segment not in self._held:
+            self._held.add(segment)
+            for name, _, _ in self._targets[segment]:
+                flat, place = self.places[name]
+                flat.gradients[place.hosts[0]].hold()
 
     def _zero_unwritten(self, names: Sequence[str]) -> None:
         """A parameter that got no gradient in this step counts as zeros."""
         if not self._unwritten:
             return
         for name in [name for name in names if name in self._unwritten]:
+            flat, place = self.places[name]
+            flat.gradients[place.hosts[0]].hold()
             self.local_gradient(name).zero_()
             self._unwritten.discard(name)
 
@@ -297,7 +353,7 @@ class Parameters:
         """Sum of squares of the gradients that this rank counts, in float64. `exact` squares in float64 too."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for span in self._counted:
-            total += squared_norm(span.of(span.flat.gradients), exact=exact)
+            total += squared_norm(span.gradient, exact=exact)
         return total
 
     def first_non_finite(self) -> str | None:
@@ -310,7 +366,9 @@ class Parameters:
     def local_gradient(self, name: str) -> Tensor:
         """This rank's shard of the gradient of the last step."""
         flat, place = self.places[name]
-        return self.view(flat.gradients, place)
+        chunk = flat.gradients[place.hosts[0]]
+        start = place.start - chunk.start
+        return chunk.data[start : start + place.numel].view(place.shape)
 
     # Global values
 

@@ -16,7 +16,6 @@ from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss, Prepare
 from phalanx.derive.program import Program
 from phalanx.event import Event
-from phalanx.run.bounds import embedding_rows
 from phalanx.run.executor import Evaluation, Executor, Out
 from phalanx.run.gather import check_equal
 from phalanx.run.initialize import initial_shard
@@ -51,13 +50,12 @@ def parallelize(
     train: bool = True,
     recompute: Literal["none", "full"] = "none",
     prepare: Prepare | None = None,
-    bounds: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> Step:
     """A training step of `model` on every rank of `world`, with all communication derived.
 
     model      plain PyTorch. Its values are kept, and must be the same on every rank; built by phx.deferred_init, each rank
-               makes its own shards from `seed`
+               makes its own shards from `seed`, which dropout depends on as well
     example    the global batch of a step: shapes and dtypes are fixed by it, values are not read
     names      pattern of a parameter, input or `module:out` to the names of its dimensions: {"*.up_proj.weight": "mlp embed"}
     layout     name of a dimension to the mesh axis (or axes, the major first) that splits it, as in {"mlp": "tp"}
@@ -67,7 +65,6 @@ def parallelize(
     max_norm   clip gradients to this global norm
     blocks     pattern of the modules to cut at, if the repeated blocks are not to be found by themselves
     prepare    context to trace in; chosen for Hugging Face models if None
-    bounds     number of rows by batch entry: ids outside are refused. Entries that index an embedding directly are found
 
     On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes,
     for what does not fit together.
@@ -84,13 +81,12 @@ def parallelize(
     planned = build(view, schedule, world.mesh.extent(("pp",)), microbatches) if isinstance(schedule, str) else schedule
     check(planned, view)
     decay = groups(config, program)
-    rows = {**embedding_rows(program), **(bounds or {})}
 
     def executor(rank: World) -> Executor:
         if not local:
             check_equal(real_tensors(model), rank)
         parameters = Parameters(program, rank, planned.coordinates, initial_values(model, rank, seed), decay)
-        return Executor(program, planned, rank, parameters, Optimizer(config, parameters), max_norm=max_norm, bounds=rows)
+        return Executor(program, planned, rank, parameters, Optimizer(config, parameters), max_norm=max_norm, seed=seed)
 
     return Step(model, world, program, planned, _on_ranks(world, executor), seed)
 
