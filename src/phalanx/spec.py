@@ -5,7 +5,6 @@ Pure: no communication, no global state. `shard` and `unshard` are the definitio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,10 +51,6 @@ class Spec:
     def varying(self) -> frozenset[str]:
         """Axes along which ranks hold different data: sharded or partial."""
         return self.sharded | self.partial
-
-    def dim_of(self, axis: str) -> int | None:
-        """The dimension that `axis` splits, or None."""
-        return next((dim for dim, axes in enumerate(self.dims) if axis in axes), None)
 
     def part_sizes(self, dim: int) -> tuple[int, ...] | None:
         """Global sizes of the parts of a fused dimension, or None."""
@@ -148,7 +143,3 @@ def _add_pieces(value: Tensor, local: Tensor, pieces: Sequence[Sequence[tuple[in
 def owner(spec: Spec, mesh: Mesh, rank: int) -> bool:
     """True on the one rank, of each set that holds the same data, that contributes it to a sum over all ranks."""
     return all(not place for axis, place in mesh.coordinates(rank).items() if axis not in spec.varying)
-
-
-def local_numel(spec: Spec, shape: Sequence[int], mesh: Mesh) -> int:
-    return math.prod(spec.local_shape(shape, mesh))

@@ -62,6 +62,10 @@ def test_the_first_divergence_is_named_with_its_segment() -> None:
     assert seen.first.error == pytest.approx(1e-9)
     assert seen.largest["weight"] == pytest.approx(1 / 3)
     assert seen.worst == {"loss": None, "grad": "b", "weight": "a"}
+    assert seen.by_step == [
+        {"loss": 0.0, "grad": 0.0, "weight": 0.0},
+        {"loss": 0.0, "grad": seen.first.error, "weight": pytest.approx(1 / 3)},
+    ]
     seen.compare(3, numbers(), numbers(loss=2.0))
     assert seen.first.step == 2
 

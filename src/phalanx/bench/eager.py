@@ -63,7 +63,7 @@ def eager_step(config: LlamaConfig, batch: dict[str, Tensor]) -> Callable[[], ob
         optimizer.zero_grad(set_to_none=True)
         total, count = loss(model(batch["tokens"]), batch)
         mean = total / count
-        mean.backward()
+        mean.backward()  # type: ignore[no-untyped-call]
         # what our step reports as well
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         optimizer.step()

@@ -1,6 +1,6 @@
 """Who started this process, and as which rank: the environment of torchrun, srun and mpirun, read as data.
 
-Nothing here touches os.environ; `init` hands it over, and is the only one that does.
+Nothing here touches os.environ: `init` hands it over, as do the commands that must know whether ranks are there already.
 """
 
 from __future__ import annotations

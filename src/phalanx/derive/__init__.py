@@ -124,10 +124,11 @@ class _Deriving:
         if key not in self.classes:
             lowered = lower(piece, self.mesh, params, buffers, inputs, hints, keep_partial=keep_partial, device=self.device)
             if self.recompute is not None:
-                lowered.graphs = split(
+                graphs = split(
                     lowered.lowered, lowered.params, lowered.buffers, lowered.inputs, lowered.outputs, self.mesh, self.device,
                     recompute=self.recompute, accumulate=True,
                 )  # fmt: skip
+                lowered = replace(lowered, graphs=graphs)
             self.classes[key] = lowered
         return self.classes[key]
 

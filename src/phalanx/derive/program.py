@@ -128,9 +128,13 @@ class Graphs:
     """W likewise: [*W's arguments, fresh, *accumulators] -> ()."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SegmentClass:
-    """What equal segments share."""
+    """What equal segments share: one lowered graph and what was traced from it.
+
+    params, buffers, inputs and outputs have Specs and global shapes; their names are those of the first segment of the class, and
+    a Segment has its own.
+    """
 
     key: str
     lowered: fx.GraphModule
@@ -159,17 +163,28 @@ class Segment:
     outputs: tuple[str, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
+    """What a training step computes on a mesh, whichever rank asks: segments in order, and where everything lives.
+
+    A rank runs the segments of its stage on its own shards; a Schedule says when. Nothing here changes after `derive`.
+    """
+
     mesh: Mesh
     microbatches: int
     segments: tuple[Segment, ...]
+    """Prologue, blocks, epilogue; the outputs of each are the cut that the next one reads."""
     parameters: dict[str, Parameter]
+    """By first name, with the Spec that the names and the layout give."""
     buffers: dict[str, Parameter]
     batch: dict[str, Value]
+    """Batch entries that some graph reads; shapes are global, of one microbatch."""
     tables: Segment | None
+    """Values that several segments need and no parameter decides (rotary tables, masks), made where they are used: never sent."""
     tables_read_batch: bool
+    """Then they are made once per microbatch, otherwise once per Program."""
     count: Segment
+    """The number of valid tokens of one microbatch, of the batch only; partial over `batch_axes`."""
     batch_axes: tuple[str, ...]
     """Axes that split the batch: COUNT sums over them."""
     warnings: tuple[str, ...] = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from phalanx.derive.reject import calling_line
 from phalanx.run import recipe as rc
 from phalanx.run.recipe import Constant, Draw, Empty, Failed, Fill, Map, Recipe, Strides, Write
 
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Constant(tuple(value.shape), value.dtype, value.detach().clone())
         base = self.recipes[_storage(value)]
         if value.dtype != base.dtype:
-            return Failed(tuple(value.shape), value.dtype, f"a view of {base.dtype} as {value.dtype}", _user_line())
+            return Failed(tuple(value.shape), value.dtype, f"a view of {base.dtype} as {value.dtype}", _here())
         return rc.viewed(base, Strides.of(value))
 
     def overwrite(self, target: Tensor, recipe: Recipe) -> None:
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         strides = Strides.of(target)
         new: Recipe
         if target.dtype != base.dtype or not strides.invertible:
-            new = Failed(base.shape, base.dtype, f"a write through a view of strides {strides.stride}", _user_line())
+            new = Failed(base.shape, base.dtype, f"a write through a view of strides {strides.stride}", _here())
         elif strides.contiguous and target.numel() == base.numel:
             new = rc.reshaped(recipe, base.shape)
         else:
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def fail(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Mark what this operation makes or writes as unrecordable; an error only if that reaches a parameter or buffer."""
-        where = _user_line()
+        where = _here()
         if not all("Tensor" in str(result.type) for result in func._schema.returns):
             raise ValueError(f"{where}: {func} needs the value of a tensor that is random or not yet made; {HINT}")
         written = [target for target in _written(func, args, kwargs) if self.knows(target)]
@@ -191,10 +191,6 @@ def _empty(recorder: Recorder, like: Tensor, args: Any, kwargs: Any) -> Recipe:
 
 def _random(kind: str) -> Callable[..., Recipe]:
     return lambda recorder, like, args, kwargs: recorder.draw(kind, like, 0.0, 1.0)
-
-
-def _normal(recorder: Recorder, like: Tensor, args: Any, kwargs: Any) -> Recipe:
-    return recorder.draw("normal", like, args[0], args[1])
 
 
 def _copied(recorder: Recorder, target: Tensor, source: Tensor | float, *_: Any) -> Recipe:
@@ -259,10 +255,5 @@ def _is_output_only(func: Any, value: Tensor, kwargs: Any) -> bool:
     return any(argument.is_out and kwargs.get(argument.name) is value for argument in func._schema.arguments)
 
 
-def _user_line() -> str:
-    """Innermost source line outside torch and this package, as file:line."""
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def _here() -> str:
+    return calling_line() or "an unknown line"

@@ -16,6 +16,7 @@ from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss, Prepare
 from phalanx.derive.program import Program
 from phalanx.event import Event
+from phalanx.mesh import Mesh
 from phalanx.run.executor import Evaluation, Executor, Out
 from phalanx.run.gather import check_equal
 from phalanx.run.initialize import initial_shard
@@ -109,7 +110,13 @@ class Step:
         self.world, self.program, self.schedule = world, program, schedule
         self.executors = tuple(ranks)
         """Of the ranks of this process."""
-        self._model, self._seed = model, seed
+        # The model itself is not kept, so that its memory is the user's to free.
+        own, hosted = (
+            model.state_dict(),
+            {n for p in program.parameters.values() if program.hosts(p.name) for n in (p.name, *p.aliases)},
+        )
+        self._names = tuple(own)
+        self._unused = {name: _unused(model, name, value, seed) for name, value in own.items() if name not in hosted}
 
     def __call__(self, batch: Batch | Sequence[Batch], local: bool = False) -> Out:
         """One training step; see Executor.step for what it raises."""
@@ -130,8 +137,7 @@ class Step:
     def state_dict(self) -> dict[str, Tensor]:
         """Global values under the names of `model.state_dict()`, on every rank."""
         values = self._each(lambda executor: executor.parameters.state_dict())[0]
-        own = self._model.state_dict()
-        return {name: values[name] if name in values else self._unused(name, own[name]) for name in own}
+        return {name: values[name] if name in values else self._unused[name] for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take global values, whichever layout they come from. Raises ValueError for a missing tensor or another shape."""
@@ -189,11 +195,12 @@ class Step:
         by_rank = {executor.world.rank: executor for executor in self.executors}
         return _on_ranks(self.world, lambda world: fn(by_rank[world.rank]))
 
-    def _unused(self, name: str, own: Tensor) -> Tensor:
-        """A tensor of the model that no segment reads: it never changes."""
-        if not own.is_meta:
-            return own.detach()
-        return initial_shard(self._model, name, Spec.replicated(own.dim()), type(self.world.mesh)(), 0, self._seed)
+
+def _unused(model: nn.Module, name: str, own: Tensor, seed: int) -> Tensor:
+    """A tensor of the model that no segment trains: it never changes."""
+    if not own.is_meta:
+        return own.detach()
+    return initial_shard(model, name, Spec.replicated(own.dim()), Mesh(), 0, seed)
 
 
 def _on_ranks(world: World | LocalWorld, fn: Callable[[World], T]) -> list[T]:

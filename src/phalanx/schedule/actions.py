@@ -6,7 +6,7 @@ Pure data. What an action consumes and produces is in `values.py`; lists are mad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -39,9 +39,6 @@ class Action:
     def __str__(self) -> str:
         name = self.kind if self.segment is None else f"{self.kind}{self.segment}"
         return name if self.microbatch is None else f"{name}.{self.microbatch}"
-
-    def after(self, *needs: int) -> Action:
-        return replace(self, needs=tuple(sorted({*self.needs, *needs})))
 
     @property
     def communicates(self) -> bool:

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from phalanx.schedule.actions import Action
 from phalanx.schedule.view import View, Weight
 
+COUNT_BYTES = 8
+"""One number as int64, or float64 if the loss counts in floating point: the sum of all microbatches' counts."""
+NORM_BYTES = 3 * 8
+"""Loss sum, squared norm and count, in float64. No flag is sent: a sum shows whether a term of it was not finite."""
+
 
 @dataclass(frozen=True)
 class Part:

@@ -17,14 +17,12 @@ from torch import fx
 from phalanx.derive.program import Program, Segment, SegmentClass, Value
 from phalanx.mesh import Mesh
 from phalanx.schedule.actions import Schedule
-from phalanx.schedule.data import reductions
+from phalanx.schedule.data import COUNT_BYTES, NORM_BYTES, reductions
 from phalanx.schedule.view import from_program
 
 COMMUNICATES = {
     getattr(torch.ops.phx, name).default: name for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 }
-NORM_BYTES = 3 * 8
-"""Loss sum, squared norm and count, in float64."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
                     why = f"REDUCE: {_some(part.parameters)} is shared by the stages on pp {', '.join(map(str, part.coordinates))}"
                     rows.append(Row(segment.name, segment.name, "backward", "all_reduce", "pp", part.bytes, 1, why))
     if program.mesh.size > 1:
-        why = "NORM: loss, gradient norm and count to every rank, with a flag for values that are not finite"
+        why = "NORM: loss, gradient norm and count to every rank, which all see if one of them is not finite"
         rows.append(Row("step", "step", "backward", "all_reduce", "world", NORM_BYTES, 1, why))
     shared: dict[int, list[str]] = {}
     for segment in program.segments:
@@ -127,7 +125,6 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
 
 
 def _count(program: Program) -> list[Row]:
-    size = program.count.cls.outputs[0].dtype.itemsize
     return [
         Row(
             "step",
@@ -135,7 +132,7 @@ def _count(program: Program) -> list[Row]:
             "forward",
             "all_reduce",
             axis,
-            size,
+            COUNT_BYTES,
             1,
             f"COUNT: valid tokens of all microbatches, counted over the batch on {axis}",
         )

@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 
 from phalanx.event import Event
 from phalanx.schedule.actions import Action, Schedule
+from phalanx.schedule.data import COUNT_BYTES, NORM_BYTES
 from phalanx.schedule.pipeline import COSTS
 from phalanx.schedule.values import Values
 from phalanx.schedule.view import View
 from phalanx.schedule.waits import At, Channel, meetings, queue
-
-NORM_BYTES = 24
-"""Loss sum, squared norm and the non-finite flag, as float64."""
-COUNT_BYTES = 8
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 1e-1}
 """A gradient below this fraction of the model's largest is measured against that fraction instead of against itself. Some
 gradients are 0 in exact arithmetic (the bias of a key projection under softmax): both sides hold rounding and nothing else."""
 
+KINDS = ("loss", "grad", "weight")
+
 SMOOTH_EPS = {"float32": 1e-3, "bfloat16": 1.0}
 """AdamW's eps where rounding is coarse. The first updates are lr g / (|g| + eps): with the usual 1e-8 they are the sign of g, also
 where g is nothing but rounding, and any two orders of summation end in different weights."""
@@ -63,6 +65,15 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Errors:
+    """The largest error of each kind of number: max|Δ| / max|reference| of any tensor."""
+
+    loss: float = 0.0
+    grad: float = 0.0
+    weight: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """The outcome. Errors are the largest max|Δ| / max|reference| of any tensor in any step."""
 
@@ -77,6 +88,8 @@ class Comparison:
     loss: float
     grad: float
     weight: float
+    by_step: tuple[Errors, ...]
+    """The same for each step. Both sides begin the first one with equal weights; later ones differ by the steps before as well."""
     worst: Mapping[str, str | None]
     """The tensor behind each of grad and weight."""
     first_divergence: Divergence | None
@@ -151,17 +164,23 @@ class Derived:
 
 
 def verify(
-    config: TrainConfig, world: World | LocalWorld, *, rewrite: bool | None = None, tolerance: float | None = None
+    config: TrainConfig,
+    world: World | LocalWorld,
+    *,
+    model: Model | None = None,
+    rewrite: bool | None = None,
+    tolerance: float | None = None,
 ) -> Comparison:
     """Train `config.steps` steps both ways and compare after each one.
 
+    model      what to train, if it is not the one that `config.model` names; of the configured dtype and dropout
     rewrite    replace norms that round to float32 inside by ones that do not, on both sides; by default in float64, where their
                rounding would hide an error of 1e-7
     tolerance  largest relative error that passes; by default TOLERANCE of the dtype
     Under processes every rank takes part and returns the same Comparison.
     """
     tolerance = TOLERANCE[config.dtype] if tolerance is None else tolerance
-    model = build(config.model, config.dtype, dropout=config.dropout)
+    model = build(config.model, config.dtype, dropout=config.dropout) if model is None else model
     config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
     torch.manual_seed(config.seed)
     module = model.factory()
@@ -187,7 +206,7 @@ def verify(
     for step, batch in enumerate(batches(model, config), start=1):
         tally.compare(step, reference.step(batch), derived.step(batch))
     return Comparison(
-        model=config.model,
+        model=model.name,
         mesh=config.mesh,
         layout=config.parsed_layout(model.dimensions),
         dtype=config.dtype,
@@ -197,6 +216,7 @@ def verify(
         loss=tally.largest["loss"],
         grad=tally.largest["grad"],
         weight=tally.largest["weight"],
+        by_step=tuple(Errors(**errors) for errors in tally.by_step),
         worst={kind: tally.worst[kind] for kind in ("grad", "weight")},
         first_divergence=tally.first,
         notes=tuple(notes),
@@ -231,11 +251,13 @@ class _Tally:
     def __init__(self, names: Mapping[str, Any], segment_of: Callable[[str], str | None], dtype: str, tolerance: float) -> None:
         self.names, self.segment_of, self.tolerance = names, segment_of, tolerance
         self.negligible = NEGLIGIBLE[dtype]
-        self.largest = {"loss": 0.0, "grad": 0.0, "weight": 0.0}
-        self.worst: dict[str, str | None] = {"loss": None, "grad": None, "weight": None}
+        self.largest = dict.fromkeys(KINDS, 0.0)
+        self.by_step: list[dict[str, float]] = []
+        self.worst: dict[str, str | None] = dict.fromkeys(KINDS)
         self.first: Divergence | None = None
 
     def compare(self, step: int, reference: Numbers, derived: Numbers) -> None:
+        self.by_step.append(dict.fromkeys(KINDS, 0.0))
         loss = torch.tensor(reference.loss, dtype=torch.float64)
         self._note(step, "loss", None, relative_error(loss, torch.tensor(derived.loss, dtype=torch.float64)))
         _same_names("gradients", reference.gradients, derived.gradients)
@@ -251,6 +273,7 @@ class _Tally:
             self._note(step, "weight", name, relative_error(reference.weights[name], derived.weights[name]))
 
     def _note(self, step: int, kind: str, tensor: str | None, error: float) -> None:
+        self.by_step[-1][kind] = max(self.by_step[-1][kind], error)
         if error > self.largest[kind]:
             self.largest[kind], self.worst[kind] = error, tensor
         if self.first is None and not error <= self.tolerance:
