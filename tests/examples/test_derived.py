@@ -2,7 +2,7 @@
 
 Bytes by hand are those of the ledger. Bytes of the derived step are those that explain reads off its graphs, and the ledger of a
 step that ran agrees. Left out on both sides is what brings numbers to every rank rather than computes: NORM (loss, gradient norm,
-flag), and by hand the loss that is printed.
+count), and by hand the loss that is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import tensor_parallel
 from torch import Tensor
 
 import phalanx as phx
-from phalanx.schedule.explain import NORM_BYTES, Row, explain
+from phalanx.schedule.data import NORM_BYTES
+from phalanx.schedule.explain import Row, explain
 
 # Sums of float64 in another order; gradients are of the order of 10.
 EXACT = 1e-12

@@ -239,6 +239,6 @@ def test_frozen_parameters_are_not_summed() -> None:
 
 def test_a_cut_that_nobody_makes_is_refused() -> None:
     made = program(Mesh(dp=2))
-    made.segments = (replace(made.segments[0], outputs=("mask", "other")), *made.segments[1:])
+    made = replace(made, segments=(replace(made.segments[0], outputs=("mask", "other")), *made.segments[1:]))
     with pytest.raises(ValueError, match=r"'block' reads \['h'\], but the segment before makes \['mask', 'other'\]"):
         from_program(made)

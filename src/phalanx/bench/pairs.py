@@ -29,16 +29,21 @@ class Ratio:
 
 
 def alternated(
-    ours: Callable[[], object], theirs: Callable[[], object], pairs: int, warm_up: int = 3
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    pairs: int,
+    *,
+    warm_up: int = 3,
+    before: Callable[[], object] = lambda: None,
 ) -> list[tuple[float, float]]:
-    """(our seconds, their seconds) of neighbouring runs; which goes first alternates too."""
+    """(our seconds, their seconds) of neighbouring runs; which goes first alternates too. `before` each one, off the clock."""
     for _ in range(warm_up):
         ours()
         theirs()
     times = []
     for at in range(pairs):
         first, second = (ours, theirs) if at % 2 == 0 else (theirs, ours)
-        a, b = _seconds(first), _seconds(second)
+        a, b = _seconds(first, before), _seconds(second, before)
         times.append((a, b) if at % 2 == 0 else (b, a))
     return times
 
@@ -58,7 +63,8 @@ def ratio(times: Sequence[tuple[float, float]], resamples: int = 2000, seed: int
     )
 
 
-def _seconds(way: Callable[[], object]) -> float:
+def _seconds(way: Callable[[], object], before: Callable[[], object]) -> float:
+    before()
     start = time.perf_counter()
     way()
     return time.perf_counter() - start

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import phalanx.comm.collectives  # noqa: F401 - registers the operators that lowered graphs contain
 from phalanx.derive.bounds import index_bounds
 from phalanx.derive.capture import Loss, Prepare, capture
+from phalanx.derive.hints import hints_within
 from phalanx.derive.lower import lower
 from phalanx.derive.names import Layout, Placements, compile_names
-from phalanx.derive.program import Captured, Parameter, Piece, Program, Segment, SegmentClass, Source, Value
+from phalanx.derive.program import Captured, Origin, Parameter, Piece, Program, Segment, SegmentClass, Source, Value
 from phalanx.derive.split import split
 from phalanx.mesh import Mesh
 
@@ -86,6 +87,7 @@ def derive_placed(
     return Program(
         mesh, microbatches, segments, placed.parameters, placed.buffers, placed.batch, tables, captured.tables_read_batch, count,
         batch_axes, captured.warnings + placed.warnings, report, index_bounds(captured.pieces),
+        Origin(captured, placed.outputs, torch.device(device)),
     )  # fmt: skip
 
 
@@ -116,8 +118,7 @@ class _Deriving:
         params = tuple(_parameter_value(self.placed.parameters[name]) for name in piece.params)
         buffers = tuple(_parameter_value(self.placed.buffers[name]) for name in piece.buffers)
         inputs = tuple(self._input(source) for source in piece.inputs)
-        modules = {path for node in piece.graph.graph.nodes for path in node.meta.get("modules", ())}
-        hints = {path: spec for path, spec in self.placed.outputs.items() if path in modules}
+        hints = hints_within(piece, self.placed.outputs)
         anonymous = tuple(replace(value, name=str(at)) for at, value in enumerate((*params, *buffers, *inputs)))
         # hints of equal pieces differ in the index of their block only, and come in the order of the modules
         key = (piece.key, anonymous, tuple(hints.values()), keep_partial)

@@ -54,7 +54,7 @@ def _use(node: fx.Node) -> tuple[fx.Node, IndexBound] | None:
         logits, target = tensors(node)[:2]
         if not target.meta["val"].is_floating_point():
             classes = shape_of(logits)[1 if len(shape_of(logits)) > 1 else 0]
-            return target, IndexBound(classes, argument(node, 4, "ignore_index", -100))
+            return target, IndexBound(classes, argument(node, "ignore_index", -100))
     return None
 
 

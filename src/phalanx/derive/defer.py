@@ -24,7 +24,8 @@ def MARK(x: Any, axes: frozenset[str]) -> Any:
 
 VIEWS = frozenset(
     (aten.reshape.default, aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
-     aten.squeeze.dims, aten.alias.default, aten.expand.default, aten.slice.Tensor)
+     aten.squeeze.dims, aten.alias.default, aten.expand.default, aten.slice.Tensor, aten.view_as_complex.default,
+     aten.view_as_real.default)
 )  # fmt: skip
 
 

@@ -104,8 +104,8 @@ def _slices_of(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[int, ...]]]:
     shape = shape_of(node)
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for user in slices:
-        dim = argument(user, 1, "dim", 0) % len(shape)
-        start = argument(user, 2, "start") or 0
+        dim = argument(user, "dim", 0) % len(shape)
+        start = argument(user, "start") or 0
         start += shape[dim] if start < 0 else 0
         by_dim.setdefault(dim, []).append((start, start + shape_of(user)[dim]))
     for dim, spans in by_dim.items():

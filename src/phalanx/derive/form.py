@@ -52,8 +52,8 @@ class Emit:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         raise NotImplementedError
 
-    def again(self) -> fx.Node:
-        """The captured operator on the local operands, its other arguments as captured."""
+    def again(self, **changed: Any) -> fx.Node:
+        """The captured operator on the local operands, its other arguments as captured but for those `changed`, by schema name."""
         raise NotImplementedError
 
     def reduce(self, x: fx.Node, label: Label) -> fx.Node:
@@ -87,6 +87,8 @@ class Form:
     """Labels of fused dimensions that this operator takes apart, with the global sizes of the parts."""
     finished: frozenset[Label] = frozenset()
     """Labels that `emit` sums over itself, or that no result depends on: they leave nothing partial."""
+    averaged: frozenset[Label] = frozenset()
+    """Summed labels whose global size divides the sum."""
     may_stay_whole: tuple[int, ...] = ()
     """Operands that `emit` accepts whole where a split label does not divide them (few key-value heads)."""
 
@@ -105,11 +107,17 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of an operator call by position or keyword."""
-    if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument of an operator call by its name in the schema, with the schema's default; `default` if the overload has none such.
+
+    The overloads of one operator have their arguments in different places: var(x, unbiased), var(x, dim, unbiased).
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        for position, declared in enumerate(node.target._schema.arguments):
+            if declared.name == name:
+                given = node.args[position] if len(node.args) > position else node.kwargs.get(name, declared.default_value)
+                return default if given is None else given
+    return default
 
 
 def dim_index(dim: int, ndim: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import fx
 
 from phalanx.derive.defer import MARK, defer
 from phalanx.derive.form import Emit, Form, Label, Labels, shape_of, tensors
+from phalanx.derive.hints import hints_by_node
 from phalanx.derive.move import Step, after, steps
 from phalanx.derive.ops import is_random, replicated, rule_for
 from phalanx.derive.program import Piece, SegmentClass, Value
@@ -42,22 +43,23 @@ def lower(
     *,
     keep_partial: bool = False,
     device: torch.device | str = "cpu",
+    extra: Sequence[fx.Node] = (),
 ) -> SegmentClass:
     """Lower one piece. `hints` are the declared states of module outputs, by module path; `keep_partial` leaves the results partial;
-    tensors made from nothing are made on `device`.
+    tensors made from nothing are made on `device`; the values of `extra` nodes of the piece become outputs in the states they have.
 
     Raises ValueError, with operator, module and source line, for what cannot be split correctly.
     """
-    return _Lowering(piece, mesh, params, buffers, inputs, hints, keep_partial, torch.device(device)).run()
+    return _Lowering(piece, mesh, params, buffers, inputs, hints, keep_partial, torch.device(device), extra).run()
 
 
 class _Lowering:
     def __init__(
         self, piece: Piece, mesh: Mesh, params: Sequence[Value], buffers: Sequence[Value], inputs: Sequence[Value],
-        hints: Mapping[str, Spec], keep_partial: bool, device: torch.device,
+        hints: Mapping[str, Spec], keep_partial: bool, device: torch.device, extra: Sequence[fx.Node],
     ) -> None:  # fmt: skip
         self.device = device
-        self.piece, self.mesh, self.keep_partial = piece, mesh, keep_partial
+        self.piece, self.mesh, self.keep_partial, self.extra = piece, mesh, keep_partial, extra
         self.params, self.buffers, self.inputs = tuple(params), tuple(buffers), tuple(inputs)
         self.graph = fx.Graph()
         self.attributes: dict[str, torch.Tensor] = {}
@@ -65,7 +67,7 @@ class _Lowering:
         self.moved: dict[tuple[fx.Node, Step], fx.Node] = {}
         self.notes: list[dict[str, Any]] = []
         self.dropouts = 0
-        self.hints = _hints_by_node(piece.graph.graph, hints)
+        self.hints = hints_by_node(piece.graph.graph, hints)
         self.source: fx.Node | None = None
         self.run_args: dict[str, fx.Node] = {}
 
@@ -137,7 +139,7 @@ class _Lowering:
         constant = all(operand.constant for operand in operands)
         weight = not constant and all(operand.weight or operand.constant for operand in operands)
         placed = tuple(
-            Placed(result, spec, shape, grad and dtype.is_floating_point, weight, constant)
+            Placed(result, spec, shape, grad and differentiable(dtype), weight, constant)
             for result, spec, shape, dtype in zip(results, placement.results, shapes, dtypes, strict=True)
         )
         self.placed[node] = placed if isinstance(value, (tuple, list)) else self._settle(node, placed[0])
@@ -186,6 +188,10 @@ class _Lowering:
                 x = self._moved(x, x.spec.with_partial(()), "no cut is partial")
             results.append(x.node)
             values.append(Value(name, x.shape, x.node.meta["val"].dtype, x.spec, x.grad))
+        for wanted in self.extra:
+            x = self._one(wanted)
+            results.append(x.node)
+            values.append(Value(wanted.name, x.shape, x.node.meta["val"].dtype, x.spec, x.grad))
         self.graph.output(tuple(results))
         return tuple(values)
 
@@ -263,7 +269,9 @@ class _Lowering:
             results = picked
         else:
             results = [result] if isinstance(result, fx.Node) else list(result)
-        for item, spec, shape in zip(results, placement.results, shapes, strict=True):
+        dtypes = [v.dtype for v in value] if isinstance(value := node.meta["val"], (tuple, list)) else [value.dtype]
+        for item, spec, shape, dtype in zip(results, placement.results, shapes, dtypes, strict=True):
+            assert item.meta["val"].dtype == dtype, f"{self._where(node)}: the rule gives {item.meta['val'].dtype}, not {dtype}"
             expected = spec.local_shape(shape, self.mesh)
             if tuple(item.meta["val"].shape) != expected:
                 raise AssertionError(
@@ -281,7 +289,7 @@ class _Lowering:
             value = node.meta["val"] = target(*meta_args, **meta_kwargs)
         first = value[0] if isinstance(value, (tuple, list)) else value
         flows = any(n.meta.get("grad") for n in node.all_input_nodes) and target is not aten.detach.default
-        node.meta["grad"] = flows and first.is_floating_point()
+        node.meta["grad"] = flows and differentiable(first.dtype)
         if self.source is not None:
             node.meta.update(module=self.source.meta.get("module", ""), source=self.source.meta.get("source", ""))
         return node
@@ -320,13 +328,24 @@ class _Emit(Emit):
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self._lowering._call(target, *args, **kwargs)
 
-    def again(self) -> fx.Node:
+    def again(self, **changed: Any) -> fx.Node:
         local = iter(self.operands)
         args, kwargs = fx.node.map_arg(
             (self._node.args, self._node.kwargs),
             lambda n: next(local) if isinstance(n.meta.get("val"), (torch.Tensor, list, tuple)) else n,
         )
-        return self.call(self._node.target, *args, **kwargs)
+        target = self._node.target
+        if changed:
+            assert isinstance(target, torch._ops.OpOverload)
+            declared = target._schema.arguments
+            given = {
+                a.name: args[at] if at < len(args) else kwargs.get(a.name, a.default_value) for at, a in enumerate(declared)
+            }
+            assert changed.keys() <= given.keys(), f"{target} has no arguments {changed.keys() - given.keys()}"
+            given |= changed
+            args = tuple(given[a.name] for a in declared if not a.kwarg_only)
+            kwargs = {a.name: given[a.name] for a in declared if a.kwarg_only}
+        return self.call(target, *args, **kwargs)
 
     def reduce(self, x: fx.Node, label: Label) -> fx.Node:
         lowering = self._lowering
@@ -355,6 +374,11 @@ class _Emit(Emit):
         )  # fmt: skip
 
 
+def differentiable(dtype: torch.dtype) -> bool:
+    """True if a gradient can flow through values of this dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def _word(node: fx.Node) -> str:
     """The operator's name, without namespace and overload."""
     return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
@@ -376,25 +400,6 @@ def reordered(
     if entering:
         return [pieces[part * size + rank] for rank in range(size) for part in range(count)]
     return [pieces[rank * count + part] for part in range(count) for rank in range(size)]
-
-
-def _hints_by_node(graph: fx.Graph, hints: Mapping[str, Spec]) -> dict[fx.Node, Spec]:
-    """The nodes whose values leave the modules that hints are declared for."""
-    found: dict[fx.Node, Spec] = {}
-    for path, spec in hints.items():
-        exits = [
-            node for node in graph.nodes
-            if node.op == "call_function" and _inside(node, path) and isinstance(node.meta.get("val"), torch.Tensor)
-            and node.meta["val"].dim() == len(spec.dims) and any(not _inside(user, path) for user in node.users)
-        ]  # fmt: skip
-        for node in exits[-1:]:
-            found[node] = spec
-    return found
-
-
-def _inside(node: fx.Node, path: str) -> bool:
-    modules: Iterable[str] = node.meta.get("modules", ())
-    return path in modules
 
 
 def _makes_tensor(target: Any) -> bool:

@@ -96,6 +96,17 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a Program was lowered from, for whoever wants a part of it lowered again. It holds no weights."""
+
+    captured: Captured
+    outputs: dict[str, Spec]
+    """Declared states of module outputs, by module path."""
+    device: torch.device
+    """Where its graphs run."""
+
+
+@dataclass(frozen=True)
 class Graphs:
     """The executable graphs of one segment class, on local shapes. `run` is the four arguments world, step, microbatch, salt.
 
@@ -192,6 +203,8 @@ class Program:
     """Operators without a rule that run whole on every rank, as in SegmentClass.notes, with their segment."""
     bounds: dict[str, IndexBound] = field(default_factory=dict)
     """Of the batch entries that are indices."""
+    origin: Origin | None = None
+    """None for a Program that was written by hand."""
 
     def hosts(self, parameter: str) -> tuple[int, ...]:
         """Indices of the segments that use a parameter."""

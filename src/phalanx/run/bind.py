@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx import random
 from phalanx.comm.world import World
 from phalanx.derive.program import Graphs, Program, Segment, Value
+from phalanx.derive.watch import Exit
 from phalanx.run import operations
 from phalanx.run.operations import UNREAD, Machine, Node, Operation, callable_of
 from phalanx.run.parameters import Parameters
@@ -34,7 +35,7 @@ class Bound:
     others    what NORM and OPT do
     training  False binds the forward actions only, with the graphs that save nothing
     seed      of dropout
-    watch     a segment whose outputs are kept for `watched`
+    watch     values that are kept for `watched`; `program` is then the one that outputs them
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class Bound:
         training: bool,
         tables: Mapping[str, Tensor],
         others: Mapping[str, Callable[[], None]] | None = None,
-        watch: int | None = None,
+        watch: Sequence[Exit] = (),
         seed: int = 0,
     ) -> None:
         self.seed = seed
         self.program, self.world, self.parameters, self.training = program, world, parameters, training
         self.machine = Machine(world, parameters)
-        self._others, self._watch = dict(others or {}), watch
+        self._others, self._kept = dict(others or {}), {(exit.segment, exit.value.name) for exit in watch}
         self._last = len(program.segments) - 1
         self._ids: dict[Key, int] = {}
         self._fixed: set[int] = set()
@@ -93,9 +94,11 @@ class Bound:
         keys = [("cut", self._last, name, j) for j in range(self.program.microbatches)]
         return [self.machine.slots[self._ids[key]] for key in keys if key in self._ids]
 
-    def watched(self, name: str, microbatch: int) -> Tensor | None:
-        """A kept output, None if it is not made here."""
-        i = self._ids.get(("cut", self._watch, name, microbatch))
+    def watched(self, exit: Exit, microbatch: int) -> Tensor | None:
+        """A kept value, None if it is not made here."""
+        table = exit.segment is None
+        in_table = ("table", exit.value.name, microbatch if self.program.tables_read_batch else None)
+        i = self._ids.get(in_table if table else ("cut", exit.segment, exit.value.name, microbatch))
         return None if i is None else self.machine.slots[i]
 
     # Slots
@@ -197,8 +200,9 @@ class Bound:
         assert isinstance(graphs, Graphs), f"{segment.name} has no graphs"
         fixed = self._arguments(segment, j)
         if action.kind == "F":
-            kept = {"fixed": None} if k in (self._watch, self._last) else {}
-            writes = [self._slot(("cut", k, name, j), **kept) for name in segment.outputs]
+            kept = [k == self._last or (k, name) in self._kept for name in segment.outputs]
+            fixing: list[dict[str, Any]] = [{"fixed": None} if keep else {} for keep in kept]
+            writes = [self._slot(("cut", k, name, j), **fix) for name, fix in zip(segment.outputs, fixing, strict=True)]
             saved = self._slot(("saved", k, j)) if self.training else None
             make = partial(operations.forward, machine, graphs=graphs, saved=saved)
             return Node(action, make, [*fixed, *self._inputs(segment, j)], writes)

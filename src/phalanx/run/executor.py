@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.comm.transport import Handle
 from phalanx.comm.world import World
 from phalanx.derive.program import Program
+from phalanx.derive.watch import Watched
 from phalanx.event import Event
 from phalanx.run.batch import microbatches
 from phalanx.run.bind import Bound, tables
@@ -82,7 +83,8 @@ class Executor:
         with torch.no_grad():
             self._tables = tables(program, world, parameters)
         self._training = self._bind(training=True)
-        self._forward: dict[int | None, Bound] = {}
+        self._forward: dict[str | None, Bound] = {}
+        """By the module that is watched."""
         self._step = 0
         self._result: tuple[float, float, int] = (0.0, 0.0, 0)
         self._lr, self._scale = 0.0, 1.0
@@ -118,22 +120,22 @@ class Executor:
         return Evaluation(loss / count, int(count))
 
     @torch.no_grad()
-    def watch(self, name: str, batch: Mapping[str, Tensor], *, local: bool = False) -> dict[str, Tensor]:
-        """Global values, on every rank, of what the segment `name` outputs on a batch, forward only; microbatches joined."""
-        known = {segment.name: segment for segment in self.program.segments}
-        if name not in known:
-            raise ValueError(f"no segment is called {name!r}; there are {', '.join(known)}")
-        segment = known[name]
-        bound = self._run_forward(batch, local, segment.index)
-        found = {}
-        for output, value in zip(segment.outputs, segment.cls.outputs, strict=True):
+    def watch(self, watched: Watched, batch: Mapping[str, Tensor], *, local: bool = False) -> tuple[Tensor, ...]:
+        """Global values of what leaves a module, on every rank, forward only; microbatches joined along dimension 0."""
+        bound = self._run_forward(batch, local, watched)
+        found = []
+        for exit in watched.exits:
+            value, stage = exit.value, 0 if exit.segment is None else self.parameters.placement[exit.segment]
             parts = []
-            for j in range(self.program.microbatches):
-                mine = bound.watched(output, j)
+            for j in range(self.program.microbatches if exit.by_microbatch else 1):
+                mine = bound.watched(exit, j)
                 part = None if mine is None else gather(mine, value.spec, self.world)
-                parts.append(from_stage(part, value.shape, value.dtype, self.parameters.placement[segment.index], self.world))
-            found[output] = torch.cat(parts) if value.shape else torch.stack(parts)
-        return found
+                parts.append(from_stage(part, value.shape, value.dtype, stage, self.world))
+            if not exit.by_microbatch:
+                found += parts
+            else:
+                found.append(torch.cat(parts) if value.shape else torch.stack(parts))
+        return tuple(found)
 
     # The loop
 
@@ -185,17 +187,21 @@ class Executor:
                 )
             )
 
-    def _bind(self, *, training: bool, watch: int | None = None) -> Bound:
+    def _bind(self, *, training: bool, watched: Watched | None = None) -> Bound:
         others = {"NORM": self._norm, "OPT": self._opt}
+        program, made = self.program, self._tables
+        if watched is not None:
+            program, made = watched.program, tables(watched.program, self.world, self.parameters)
         return Bound(
-            self.program, self.actions, self.world, self.parameters,
-            training=training, tables=self._tables, others=others, watch=watch, seed=self._seed,
+            program, self.actions, self.world, self.parameters, training=training, tables=made, others=others,
+            watch=() if watched is None else watched.exits, seed=self._seed,
         )  # fmt: skip
 
-    def _run_forward(self, batch: Mapping[str, Tensor], local: bool, watch: int | None) -> Bound:
-        if watch not in self._forward:
-            self._forward[watch] = self._bind(training=False, watch=watch)
-        bound = self._forward[watch]
+    def _run_forward(self, batch: Mapping[str, Tensor], local: bool, watched: Watched | None) -> Bound:
+        path = None if watched is None else watched.path
+        if path not in self._forward:
+            self._forward[path] = self._bind(training=False, watched=watched)
+        bound = self._forward[path]
         bound.start(self._step, microbatches(batch, self.program, self.world, local=local))
         self._run(bound)
         return bound

@@ -15,6 +15,7 @@ from phalanx.comm.world import World
 from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss, Prepare
 from phalanx.derive.program import Program
+from phalanx.derive.watch import Watched, watch
 from phalanx.event import Event
 from phalanx.mesh import Mesh
 from phalanx.run.executor import Evaluation, Executor, Out
@@ -110,6 +111,9 @@ class Step:
         self.world, self.program, self.schedule = world, program, schedule
         self.executors = tuple(ranks)
         """Of the ranks of this process."""
+        self._watched: dict[str, Watched] = {}
+        self._last: tuple[Batch | Sequence[Batch], bool] | None = None
+        """The batch of the last step, for `watch`."""
         # The model itself is not kept, so that its memory is the user's to free.
         own, hosted = (
             model.state_dict(),
@@ -120,15 +124,30 @@ class Step:
 
     def __call__(self, batch: Batch | Sequence[Batch], local: bool = False) -> Out:
         """One training step; see Executor.step for what it raises."""
+        self._last = batch, local
         return self._with_batches(batch, local, lambda executor, mine: executor.step(mine, local=local))
 
     def evaluate(self, batch: Batch | Sequence[Batch], local: bool = False) -> Evaluation:
         """Mean loss on a batch of the same shape, forward only."""
         return self._with_batches(batch, local, lambda executor, mine: executor.evaluate(mine, local=local))
 
-    def watch(self, segment: str, batch: Batch | Sequence[Batch], local: bool = False) -> dict[str, Tensor]:
-        """Global values of what a segment, for example "layers.3", outputs on a batch, forward only."""
-        return self._with_batches(batch, local, lambda executor, mine: executor.watch(segment, mine, local=local))
+    def watch(
+        self, path: str, batch: Batch | Sequence[Batch] | None = None, local: bool = False
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Global value, on every rank, of what the module at `path`, as in "layers.3.mlp", returns on a batch; forward only.
+
+        Without a batch, on that of the last step, whose update is in the weights by then. A tuple if several tensors leave the
+        module, or if it runs several times.
+        """
+        if batch is None:
+            if self._last is None:
+                raise ValueError(f"no step was taken yet: give the batch on which to watch {path!r}")
+            batch, local = self._last
+        if path not in self._watched:
+            self._watched[path] = watch(self.program, path)
+        watched = self._watched[path]
+        values = self._with_batches(batch, local, lambda executor, mine: executor.watch(watched, mine, local=local))
+        return values[0] if len(values) == 1 else values
 
     def gradients(self) -> dict[str, Tensor]:
         """Global gradients of the last step by first name, before clipping, on every rank."""

@@ -195,8 +195,8 @@ def verify(
         config = replace(config, optimizer=replace(config.optimizer, eps=eps))
     reference: Trainer
     if config.dropout:
-        described = "the derived program on one rank, whose dropout masks the mesh must reproduce"
-        alone = replace(config, mesh="", layout=None, sequence_parallel=False)
+        described = "the derived program on one rank in one microbatch, whose dropout masks the mesh must reproduce"
+        alone = replace(config, mesh="", layout=None, sequence_parallel=False, microbatches=1)
         reference = Derived(parallel_step(alone, local(Mesh()), model, copy.deepcopy(module)))
     else:
         described = "one process of plain PyTorch"

@@ -23,7 +23,7 @@ def attention(node: fx.Node) -> Form:
     heads: Labels = (HEADS,) if len(q) > 2 else ()
     labels: Labels = (*batch, *heads, WHOLE, WHOLE)
     operands: list[Labels] = [labels, labels, labels]
-    mask = argument(node, 3, "attn_mask")
+    mask = argument(node, "attn_mask")
     if mask is not None:
         shape, full = shape_of(mask), (*q[:-1], k[-2])
         lead = len(full) - len(shape)
@@ -34,10 +34,10 @@ def attention(node: fx.Node) -> Form:
 
 
 def _emit_attention(node: fx.Node, q_shape: tuple[int, ...], k_shape: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    dropout = argument(node, 4, "dropout_p", 0.0)
-    causal = argument(node, 5, "is_causal", False)
-    scale = argument(node, 6, "scale")
-    gqa = argument(node, 7, "enable_gqa", False)
+    dropout = argument(node, "dropout_p", 0.0)
+    causal = argument(node, "is_causal", False)
+    scale = argument(node, "scale")
+    gqa = argument(node, "enable_gqa", False)
 
     def emit(e: Emit) -> fx.Node:
         q, k, v, *rest = e.operands

@@ -13,10 +13,10 @@ ROWS = "rows"
 
 def embedding(node: fx.Node) -> Form:
     weight, ids = tensors(node)
-    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+    if argument(node, "scale_grad_by_freq", False) or argument(node, "sparse", False):
         raise ValueError("embedding with scale_grad_by_freq or sparse gradients has no rule; use the plain form")
     where: Labels = tuple(("id", dim) for dim in range(len(shape_of(ids))))
-    padding = argument(node, 2, "padding_idx", -1)
+    padding = argument(node, "padding_idx", -1)
     rows = shape_of(weight)[0]
 
     def emit(e: Emit) -> fx.Node:
@@ -46,14 +46,14 @@ def local_rows(e: Emit, ids: fx.Node, label: str, size: int) -> tuple[fx.Node, f
 def gather(node: fx.Node) -> Form:
     """x.gather(dim, index): lines along `dim` are whole; other dimensions go together where index covers them."""
     x, index = (shape_of(operand) for operand in tensors(node)[:2])
-    dim = dim_index(argument(node, 1, "dim"), len(x))
+    dim = dim_index(argument(node, "dim"), len(x))
     labels: Labels = tuple(at if at != dim and x[at] == index[at] else WHOLE for at in range(len(x)))
     return Form((labels, labels), (labels,), "none")
 
 
 def index_select(node: fx.Node) -> Form:
     ndim = len(shape_of(tensors(node)[0]))
-    dim = dim_index(argument(node, 1, "dim"), ndim)
+    dim = dim_index(argument(node, "dim"), ndim)
     labels: Labels = tuple(WHOLE if at == dim else at for at in range(ndim))
     return Form((labels, (WHOLE,)), (labels,), "none")
 

@@ -19,9 +19,9 @@ def cross_entropy(node: fx.Node) -> Form:
     """logits (n, classes, *d) or (classes,), target (n, *d) of class indices."""
     operands = tensors(node)
     logits, target = shape_of(operands[0]), shape_of(operands[1])
-    reduction = argument(node, 3, "reduction", MEAN)
-    smoothing = argument(node, 5, "label_smoothing", 0.0)
-    weighted = argument(node, 2, "weight") is not None
+    reduction = argument(node, "reduction", MEAN)
+    smoothing = argument(node, "label_smoothing", 0.0)
+    weighted = argument(node, "weight") is not None
     class_dim = 1 if len(logits) > 1 else 0
     samples: Labels = tuple(WHOLE if reduction == MEAN else ("sample", dim) for dim in range(len(logits) - 1))
     plain = not weighted and smoothing == 0.0 and len(target) == len(logits) - 1
@@ -30,7 +30,7 @@ def cross_entropy(node: fx.Node) -> Form:
     right = samples if len(target) == len(logits) - 1 else (*samples[:class_dim], WHOLE, *samples[class_dim:])
     rest = tuple((WHOLE,) * len(shape_of(operand)) for operand in operands[2:])
     result = samples if reduction == NONE else ()
-    ignore = argument(node, 4, "ignore_index", -100)
+    ignore = argument(node, "ignore_index", -100)
 
     def emit(e: Emit) -> fx.Node:
         if not e.axes(CLASSES):
@@ -98,7 +98,7 @@ def elementwise_loss(position: int) -> Rule:
 def nll_loss(node: fx.Node) -> Form:
     """log probabilities (n, classes, *d): the classes are whole."""
     operands = [shape_of(operand) for operand in tensors(node)]
-    reduction = argument(node, 3, "reduction", MEAN)
+    reduction = argument(node, "reduction", MEAN)
     samples: Labels = tuple(WHOLE if reduction == MEAN else ("sample", dim) for dim in range(len(operands[0]) - 1))
     left = (*samples[:1], WHOLE, *samples[1:]) if len(operands[0]) > 1 else (WHOLE,)
     rest = tuple((WHOLE,) * len(shape) for shape in operands[2:])

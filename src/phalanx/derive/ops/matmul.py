@@ -31,7 +31,7 @@ def _emit_linear(e: Emit) -> fx.Node:
 
 def addmm(node: fx.Node) -> Form:
     """bias + a (m, k) @ b (k, n), unscaled."""
-    if argument(node, 3, "beta", 1) != 1 or argument(node, 4, "alpha", 1) != 1:
+    if argument(node, "beta", 1) != 1 or argument(node, "alpha", 1) != 1:
         raise ValueError("addmm with alpha or beta other than 1 has no rule; write it as a product and a sum")
     bias = shape_of(node.args[0])  # type: ignore[arg-type]
     labels: Labels = ("m", "n")[2 - len(bias) :]

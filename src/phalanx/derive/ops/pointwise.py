@@ -43,7 +43,36 @@ def cast(node: fx.Node) -> Form:
 
 
 def power(node: fx.Node) -> Form:
-    return pointwise("first" if argument(node, 1, "exponent") == 1 else "none")(node)
+    return pointwise("first" if argument(node, "exponent") == 1 else "none")(node)
+
+
+def prelu(node: fx.Node) -> Form:
+    """One slope for all, or one for each channel, which is dimension 1."""
+    x, weight = (shape_of(operand) for operand in tensors(node))
+    labels = tuple(range(len(x)))
+    return Form((labels, tuple(1 if size > 1 else WHOLE for size in weight)), (labels,))
+
+
+def conjugate(node: fx.Node) -> Form:
+    """Conjugated at once: a lazy conjugate's memory, which is what a collective moves, holds the value before."""
+    labels = tuple(range(len(shape_of(node))))
+    return Form((labels,), (labels,), "first", lambda e: e.call(aten.conj_physical.default, e.operands[0]))
+
+
+def real_view(node: fx.Node) -> Form:
+    """A complex value as real numbers, whose new last dimension (real, imaginary) is whole, or back."""
+    operand = tensors(node)[0]
+    return Form(*(
+        (tuple(range(len(shape_of(x)))) if x.meta["val"].is_complex() else (*range(len(shape_of(x)) - 1), WHOLE),)
+        for x in (operand, node)
+    ), "first")  # fmt: skip
+
+
+def reinterpret(node: fx.Node) -> Form:
+    """view(dtype): the bytes of the last dimension are regrouped."""
+    before, after = shape_of(tensors(node)[0]), shape_of(node)
+    labels: Labels = (*range(len(before) - 1), len(before) - 1 if before == after else WHOLE) if before else ()
+    return Form((labels,), (labels,))
 
 
 def same_shape_factory(node: fx.Node) -> Form:
@@ -59,20 +88,41 @@ _NONLINEAR = (
     aten.bitwise_not, aten.isnan, aten.isinf, aten.floor, aten.ceil, aten.round, aten.trunc, aten.log_sigmoid, aten.hardsigmoid,
     aten.relu6, aten.atan2, aten.maximum, aten.minimum, aten.fmod, aten.remainder, aten.floor_divide, aten.eq, aten.ne, aten.lt,
     aten.le, aten.gt, aten.ge, aten.logical_and, aten.logical_or, aten.logical_xor, aten.bitwise_and, aten.bitwise_or,
-    aten.bitwise_xor, aten.__and__, aten.__or__, aten.__xor__, aten.where, aten.masked_fill, aten.prelu, aten.threshold, aten.selu,
-    aten.celu, aten.logit, aten.tan, aten.asin, aten.acos, aten.atan, aten.sinh, aten.cosh, aten.lerp, aten.bitwise_left_shift,
+    aten.bitwise_xor, aten.__and__, aten.__or__, aten.__xor__, aten.where, aten.masked_fill, aten.threshold, aten.selu,
+    aten.celu, aten.logit, aten.hardshrink, aten.softshrink, aten.erfc, aten.log2, aten.log10, aten.logaddexp, aten.xlogy,
+    aten.isfinite, aten.frac, aten.hypot, aten.copysign, aten.isclose, aten.polar, aten.angle, aten.sgn, aten.tan, aten.asin, aten.acos, aten.atan, aten.sinh, aten.cosh, aten.lerp, aten.bitwise_left_shift,
     aten.bitwise_right_shift, aten.rsub, aten.addcmul, aten.addcdiv, aten.nan_to_num,
 )  # fmt: skip
 
 RULES: dict[object, Rule] = {
     **{packet: pointwise() for packet in _NONLINEAR},
     **{
-        packet: pointwise("first") for packet in (aten.neg, aten.div, aten.true_divide, aten.contiguous, aten.clone, aten.alias)
-    },
-    **{packet: pointwise("first") for packet in (aten.detach, aten.lift_fresh_copy, aten.positive)},
-    **{packet: pointwise("sum") for packet in (aten.add, aten.sub, aten.subtract)},
+        packet: pointwise("first")
+        for packet in (
+            aten.neg,
+            aten.div,
+            aten.true_divide,
+            aten.contiguous,
+            aten.clone,
+            aten.alias,
+            aten.detach,
+            aten.lift_fresh_copy,
+            aten.positive,
+            aten.real,
+            aten.imag,
+            aten.resolve_conj,
+            aten.resolve_neg,
+        )
+    },  # fmt: skip
+    # with a rounding mode a quotient is not linear
+    **dict.fromkeys((aten.div.Tensor_mode, aten.div.Scalar_mode), pointwise()),
+    **{packet: pointwise("sum") for packet in (aten.add, aten.sub, aten.subtract, aten.complex)},
     **{packet: pointwise("each") for packet in (aten.mul, aten.multiply)},
-    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), cast),
+    **dict.fromkeys((aten.to, aten._to_copy), cast),
     **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), same_shape_factory),
     aten.pow: power,
+    aten.prelu: prelu,
+    **dict.fromkeys((aten.conj, aten.conj_physical), conjugate),
+    **dict.fromkeys((aten.view_as_complex, aten.view_as_real), real_view),
+    aten.view.dtype: reinterpret,
 }

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 def dropout(node: fx.Node) -> Form:
     shape = shape_of(tensors(node)[0])
-    probability, training = argument(node, 1, "p"), argument(node, 2, "train")
+    probability, training = argument(node, "p"), argument(node, "train")
     labels = tuple(range(len(shape)))
     if not training or probability == 0.0:
         return Form((labels,), (labels,), "first", lambda e: e.call(aten.alias.default, e.operands[0]))
