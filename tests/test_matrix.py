@@ -7,6 +7,7 @@ the worst errors.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -185,7 +186,13 @@ def hugging_face(case: Case, dropout: float) -> nn.Module:
     config = tiny.config(case.model.removeprefix("hf-"))
     wanted = {"vocab_size": VOCAB, "tie_word_embeddings": case.tied}
     if case.model == "gpt2":
-        wanted |= {"n_layer": case.layers, "n_head": HEADS, "resid_pdrop": dropout, "embd_pdrop": dropout}
+        wanted |= {
+            "n_layer": case.layers,
+            "n_head": HEADS,
+            "resid_pdrop": dropout,
+            "embd_pdrop": dropout,
+            "attn_pdrop": dropout,
+        }
     else:
         wanted |= {
             "num_hidden_layers": case.layers,
@@ -297,6 +304,32 @@ def test_dropout_does_not_depend_on_the_mesh(case: Case) -> None:
     first = comparison.by_step[0]
     assert max(first.loss, first.grad) <= FROM_EQUAL_WEIGHTS, comparison.first_divergence
     assert comparison.weight <= AFTER_THREE_STEPS, comparison.first_divergence
+
+
+@pytest.mark.parametrize("case", marked(DROPOUT, [c for c in DROPOUT if c.mesh == "pp=2,dp=2,tp=2"]))
+def test_evaluation_drops_nothing(case: Case) -> None:
+    """Not in `evaluate`, nor after `eval()` in a loop of one's own; training does, the same whether evaluated between or not."""
+    model, config = model_of(case, 0.3), config_of(case, dropout=0.3)
+    module, batch = module_of(model), next(batches(model, config))
+    expected = mean_loss(copy.deepcopy(module).eval(), model, batch).item()
+
+    def between(world: World, mine: Sharded) -> tuple[float, float]:
+        evaluated = mine.eval()(batch)
+        assert not evaluated.requires_grad
+        return evaluated.item(), mine.train()(batch).item()
+
+    with local(Mesh.parse(case.mesh)) as world:
+        step = parallel_step(config, world, model, module)
+        found = [step.evaluate(batch).loss]
+        trained = step(batch).loss
+    with local(Mesh.parse("dp=2,tp=2")) as world:
+        layout = replace(config, mesh="dp=2,tp=2").parsed_layout(model.dimensions)
+        sharded = phx.shard(module, world, example=batch, names=model.names, layout=layout, loss=model.loss)
+        for evaluated, own in world.run(between, sharded):
+            found.append(evaluated)
+            assert abs(own / trained - 1) <= FROM_EQUAL_WEIGHTS
+    assert max(abs(loss / expected - 1) for loss in found) <= FROM_EQUAL_WEIGHTS
+    assert abs(trained / expected - 1) > 1e-5  # more than any rounding: training did drop
 
 
 # The other ways into a model: recorded initial values, evaluation, a loop of one's own

@@ -43,5 +43,5 @@ def test_wrong_size(size: int) -> None:
 
 
 def test_a_rank_outside() -> None:
-    with pytest.raises(ValueError, match="rank 4 is outside .* 4 ranks"):
+    with pytest.raises(ValueError, match=r"rank 4 is outside .* 4 ranks"):
         Mesh(dp=4).coordinates(4)

@@ -65,7 +65,7 @@ def test_join_undoes_cut() -> None:
 def test_uneven_shards_are_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"dimension 1 of size 6 in shape \(4, 6\) does not divide over tp, which has 4 ranks"):
         Spec(((), ("tp",))).local_shape((4, 6), Mesh(tp=4))
-    with pytest.raises(ValueError, match="dimension 0 of size 3 .* 2 ranks"):
+    with pytest.raises(ValueError, match=r"dimension 0 of size 3 .* 2 ranks"):
         Spec((("tp",),), parts=((0, (4, 3)),)).check((7,), Mesh(tp=2))
 
 

@@ -24,7 +24,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name}" in shown for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "explain", "run"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

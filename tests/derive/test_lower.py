@@ -68,6 +68,22 @@ def test_equal_blocks_share_a_class() -> None:
     assert len({id(s.cls) for s in program.segments[1:4]}) == 1
 
 
+def test_blocks_whose_declared_outputs_are_of_different_modules_share_no_class() -> None:
+    """Layers 1 and 2 are equal and get equal inputs; each has one declared output, of equal state, in another place."""
+    model = Llama(LlamaConfig(vocab=64, hidden=64, inner=96, layers=3, heads=8, kv_heads=4))
+    batch = {"tokens": torch.zeros(4, 16, dtype=torch.long), "targets": torch.zeros(4, 16, dtype=torch.long)}
+    table = {pattern: dims for pattern, dims in table_for(model, batch).items() if not pattern.endswith(":out")}
+    tp = {"heads": "tp", "mlp": "tp", "residual_seq": "tp"}
+    declared = ("layers.[01].self_attn.o_proj:out", "layers.2.mlp.down_proj:out")
+    names = table | dict.fromkeys(declared, "batch residual_seq embed")
+    program = derive(model, Mesh(tp=2), example=batch, names=names, layout=tp, loss=loss)
+    first, second = program.segments[2:4]
+    assert [value.spec for value in first.cls.inputs] == [value.spec for value in second.cls.inputs]
+    for segment, module in ((first, "layers.1.self_attn.o_proj"), (second, "layers.2.mlp.down_proj")):
+        nodes = [node for node in segment.cls.lowered.graph.nodes if "its names say so" in node.meta.get("why", "")]
+        assert [node.meta["module"] for node in nodes] == [module]
+
+
 def test_norm_weights_defer_the_axis_of_sequence_parallelism_only_under_it() -> None:
     for sequence_parallel, axes in ((False, {"dp"}), (True, {"dp", "tp"})):
         program = llama(Mesh(dp=2, tp=2), sequence_parallel)

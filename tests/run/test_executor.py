@@ -12,6 +12,7 @@ from torch import Tensor
 import phalanx.comm.collectives  # noqa: F401 - the operators of the head that is split over tp
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.threads import Delay
+from phalanx.derive.watch import Exit, Watched
 from phalanx.mesh import Mesh
 from phalanx.run.executor import Executor, Out
 from phalanx.run.optimizer import SGD, AdamW
@@ -165,10 +166,12 @@ def test_a_parameter_without_gradient_counts_as_zero() -> None:
 @pytest.mark.parametrize("mesh", ["", "pp=2,dp=2"])
 def test_evaluation_and_watch_run_forward_only(mesh: str) -> None:
     made = hand_made.program(Mesh.parse(mesh), 2)
+    hidden = Watched("blocks.0", made, (Exit(1, made.segments[1].cls.outputs[0], by_microbatch=True),))
+    assert hidden.exits[0].value.name == "hidden1"
 
     def look(executor: Executor) -> tuple:
         before = executor.parameters.state_dict()
-        seen = executor.evaluate(hand_made.batch()), executor.watch("blocks.0", hand_made.batch())
+        seen = executor.evaluate(hand_made.batch()), executor.watch(hidden, hand_made.batch())
         after = executor.parameters.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
         return seen
@@ -179,7 +182,7 @@ def test_evaluation_and_watch_run_forward_only(mesh: str) -> None:
     for evaluation, watched in hand_made.on_every_rank(made, look, OPTIMIZER):
         assert abs(evaluation.loss - hand_made.reference_loss(values, hand_made.batch()).item()) < EXACT
         assert evaluation.tokens == 19
-        torch.testing.assert_close(watched["hidden1"], expected, rtol=0, atol=EXACT)
+        torch.testing.assert_close(watched, (expected,), rtol=0, atol=EXACT)
 
 
 def failure(fn: Callable[[Executor], object]) -> Callable[[Executor], str]:
@@ -201,7 +204,9 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update() -> None:
     values["blocks.1.bias"] = torch.full_like(values["blocks.1.bias"], float("nan"))
     made = hand_made.program(Mesh(pp=2, dp=2), 2)
     said = hand_made.on_every_rank(made, failure(lambda e: e.step(hand_made.batch())), OPTIMIZER, values=values)
-    assert set(said) == {"FloatingPointError: step 0: the loss is not finite; no parameter was changed"}
+    assert set(said) == {
+        "FloatingPointError: step 1: the loss is not finite; the first tensor that is not is the parameter blocks.1.bias; no parameter was changed"
+    }
 
 
 def test_a_gradient_that_is_not_finite_is_named_on_every_rank() -> None:
@@ -219,7 +224,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank() -> None:
         executor.step(hand_made.batch())
 
     said = hand_made.on_every_rank(hand_made.program(Mesh(dp=2), 1), failure(step), OPTIMIZER)
-    assert set(said) == {"FloatingPointError: step 0: the gradient of blocks.1.bias is not finite; no parameter was changed"}
+    assert set(said) == {"FloatingPointError: step 1: the gradient of blocks.1.bias is not finite; no parameter was changed"}
 
 
 def test_a_norm_that_overflows_float32_is_still_a_number() -> None:

@@ -13,7 +13,7 @@ from phalanx.schedule import build
 from phalanx.schedule.actions import Action, Schedule
 from phalanx.schedule.check import ScheduleError, check
 from phalanx.schedule.lower import lower
-from phalanx.schedule.pipeline import Order, Step
+from phalanx.schedule.pipeline import SCHEDULES, Order, Step
 from phalanx.schedule.values import Values, link
 from phalanx.schedule.view import Message, SegmentView, View, Weight
 from phalanx.schedule.waits import CHANNELS
@@ -114,7 +114,7 @@ def split(name: str, pp: int, m: int) -> Order:
     return Order(tuple(range(pp)), tuple(ranks))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("grad", [True, False])
 def test_every_built_schedule_is_proved_and_runs(name: str, tied: bool, grad: bool) -> None:

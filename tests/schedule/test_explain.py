@@ -106,3 +106,25 @@ def test_json_and_text() -> None:
     text = str(explanation)
     assert "layers.0 … 2 (x3)" in text  # three layers, one class, listed once
     assert f"tp {explanation.totals['tp']:,}" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.float64])
+def test_the_count_is_one_wide_number_whatever_the_loss_counts_in(dtype: torch.dtype) -> None:
+    """Counts of narrow types are added up in int64 or float64, so that is what travels."""
+    batch = {"x": torch.randn(4, 3), "weight": torch.ones(4, dtype=dtype)}
+
+    def weighed(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return outputs.square().sum(), batch["weight"].sum(dtype=dtype)
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # torch's own calls its argument input, and entries go by name
+            return super().forward(x)
+
+    with phx.local(phx.Mesh(dp=2)) as world:
+        step = phx.parallelize(Model(3, 1), world, loss=weighed, example=batch)
+        for rank in world.worlds:
+            rank.ledger.start()
+        step(batch)
+        first, *_, last = world.worlds[0].ledger.events
+    said = {row.why.partition(":")[0]: row.bytes for row in explain(step.program, step.schedule).rows}
+    assert (said["COUNT"], said["NORM"]) == (first.bytes, last.bytes)

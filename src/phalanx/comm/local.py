@@ -115,8 +115,10 @@ def local(
 def _first(failures: Sequence[tuple[int, BaseException]]) -> BaseException:
     """The failure that came first, with a note that says where; others that are not its consequences are noted too."""
     rank, first = failures[0]
-    first.add_note(f"raised on rank {rank}")
+    alike = sorted(other for other, error in failures[1:] if repr(error) == repr(first))
+    also = f", and likewise on {', '.join(map(str, alike))}" if alike else ""
+    first.add_note(f"raised on rank {rank}{also}")
     for other, error in failures[1:]:
-        if not isinstance(error, CommError):
+        if other not in alike and not isinstance(error, CommError):
             first.add_note(f"rank {other} failed with {error!r}")
     return first

@@ -30,11 +30,11 @@ def leave_word(rank: int, word: str = _ALIVE) -> Any:
 def roll_call(rank: int, ranks: Sequence[int]) -> str:
     """What to append to an error: which of `ranks` failed by themselves, and why, and which say nothing.
 
-    Empty if nothing is known.
+    Empty if nothing is known. The store lives in rank 0, or in a launcher that has one of its own.
     """
     store = leave_word(rank)
     if store is None:
-        return ""
+        return "; the store that ranks meet at is gone, and with it rank 0, unless the launcher held it" if rank else ""
     words: dict[int, str] = {}
     silent = [other for other in ranks if other != rank]
     until = time.monotonic() + PATIENCE_SECONDS

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import phalanx.comm.collectives  # noqa: F401 - registers the operators that lowered graphs contain
 from phalanx.derive.bounds import index_bounds
 from phalanx.derive.capture import Loss, Prepare, capture
-from phalanx.derive.hints import hints_within
+from phalanx.derive.hints import hints_by_node, hints_within
 from phalanx.derive.lower import lower
 from phalanx.derive.names import Layout, Placements, compile_names
 from phalanx.derive.program import Captured, Origin, Parameter, Piece, Program, Segment, SegmentClass, Source, Value
@@ -120,8 +120,9 @@ class _Deriving:
         inputs = tuple(self._input(source) for source in piece.inputs)
         hints = hints_within(piece, self.placed.outputs)
         anonymous = tuple(replace(value, name=str(at)) for at, value in enumerate((*params, *buffers, *inputs)))
-        # hints of equal pieces differ in the index of their block only, and come in the order of the modules
-        key = (piece.key, anonymous, tuple(hints.values()), keep_partial)
+        exits = hints_by_node(piece.graph.graph, hints)
+        declared = tuple((at, exits[node]) for at, node in enumerate(piece.graph.graph.nodes) if node in exits)
+        key = (piece.key, anonymous, declared, keep_partial)
         if key not in self.classes:
             lowered = lower(piece, self.mesh, params, buffers, inputs, hints, keep_partial=keep_partial, device=self.device)
             if self.recompute is not None:

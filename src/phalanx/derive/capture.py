@@ -54,6 +54,7 @@ def capture(
     Raises ValueError, with the user's line where there is one, for what a static graph with exact gradients cannot express.
     """
     lost = reject.hook_warnings(module)
+    _check_microbatches(example, microbatch_of)
     shapes = {name: _microbatch_shape(name, value, microbatch_of) for name, value in example.items()}
     names = _first_names(module)
     context = prepare(module, example) if prepare is not None else contextlib.nullcontext()
@@ -64,12 +65,15 @@ def capture(
         with fake:
             batch = {name: torch.empty(shapes[name], dtype=value.dtype, device=device) for name, value in example.items()}
         step = _Step(module, loss, _arguments(module, example))
+        changed: list[str] = []
+        step.observe_changes = changed.extend
         exported, printed = _export(step, batch, fake)
     graph, regions = exported.graph_module.graph, exported.graph_module
     _annotate(exported, module, names, list(example))
     canonicalise(graph, regions)
     sum_and_count(graph)
     cut = segment(graph, blocks)
+    lost += dict.fromkeys(changed)
     if printed:
         lost.append(f"the model printed while it was captured ({printed[:60]!r}...): it prints once, not in every step")
     pieces = [*cut.pieces, cut.count, *filter(None, [cut.tables])]
@@ -147,9 +151,13 @@ class _Step(nn.Module):
         self.positional, self.keywords, self.fixed = arguments
         self.loss = (loss,)  # in a tuple: a loss that is a module is not a part of the model
         self.observe: Callable[[tuple[Tensor, ...]], None] = lambda tensors: None
+        self.observe_changes: Callable[[list[str]], None] = lambda sentences: None
+        """Told what the forward changed on modules, which a graph does not."""
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        attributes = reject.Attributes(self.module)
         outputs = self.module(*(batch[n] for n in self.positional), **{n: batch[n] for n in self.keywords}, **self.fixed)
+        self.observe_changes(attributes.changed())
         (loss,) = self.loss
         tensors = loss_tensors(outputs if loss is None else loss(outputs, dict(batch)), explicit=loss is not None)
         self.observe(tensors)
@@ -182,11 +190,32 @@ def _export(step: _Step, batch: dict[str, Tensor], fake: FakeTensorMode) -> tupl
     return exported, printed.getvalue()
 
 
+def _check_microbatches(example: Mapping[str, Tensor], microbatches: int) -> None:
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}; it is a whole number of at least 1")
+    samples = {name: value.shape[0] for name, value in example.items() if isinstance(value, Tensor) and value.dim()}
+    if microbatches > 1 and len(set(samples.values())) > 1:
+        sizes = ", ".join(f"{name} {size}" for name, size in samples.items())
+        raise ValueError(
+            f"batch entries differ along dimension 0, where {microbatches} microbatches would cut all of them: {sizes}"
+        )
+
+
 def _microbatch_shape(name: str, value: Tensor, microbatches: int) -> tuple[int, ...]:
     if not isinstance(value, Tensor):
         raise ValueError(f"batch entry {name!r} is a {type(value).__name__}; entries are tensors, dimension 0 the batch")
-    if value.dim() == 0 or value.shape[0] % microbatches:
-        raise ValueError(f"batch entry {name!r} of shape {tuple(value.shape)} does not split into {microbatches} microbatches")
+    if value.dim() == 0:
+        raise ValueError(f"batch entry {name!r} is a single number; dimension 0 of every entry is the batch")
+    if not value.numel():
+        raise ValueError(f"batch entry {name!r} of shape {tuple(value.shape)} is empty")
+    samples = value.shape[0]
+    if samples % microbatches:
+        works = [m for m in range(1, samples + 1) if samples % m == 0]
+        nearest = [max(m for m in works if m < microbatches), *[m for m in works if m > microbatches][:1]]
+        raise ValueError(
+            f"batch entry {name!r} of shape {tuple(value.shape)} does not split into {microbatches} microbatches; "
+            f"{' or '.join(map(str, nearest))} would"
+        )
     return (value.shape[0] // microbatches, *value.shape[1:])
 
 
@@ -258,6 +287,7 @@ def _stand_ins(module: nn.Module, names: Mapping[str, str]) -> Iterator[FakeTens
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     before = [(child, dict(child.__dict__), [dict(part) for part in _registered(child)]) for child in module.modules()]
+    filled = [(v, v.copy()) for _, values, _ in before for v in values.values() if isinstance(v, list | dict | set)]
     made: dict[int, Tensor] = {}
     try:
         for path, child in module.named_modules():
@@ -279,6 +309,10 @@ def _stand_ins(module: nn.Module, names: Mapping[str, str]) -> Iterator[FakeTens
             for current, saved in zip(_registered(child), registered, strict=True):
                 current.clear()
                 current.update(saved)
+        for container, content in filled:  # such as a list that the forward appends to
+            if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

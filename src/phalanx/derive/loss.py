@@ -16,6 +16,14 @@ from phalanx.derive.reject import where
 
 aten = torch.ops.aten
 
+_MEANS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+        "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss",
+    )
+)  # fmt: skip
+"""Losses that average unless they are told to sum (reduction 2)."""
 HINT = """write the loss as (sum, count), two scalar tensors of which count is computed from the batch only, for example
     def loss(outputs, batch):
         losses = F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
@@ -44,6 +52,8 @@ def sum_and_count(graph: fx.Graph) -> None:
     if len(results) == 1:
         results = _split_mean(graph, results[0])
         output.args = (results,)
+    else:
+        _refuse_mean(results[0])
     _check(*results)
 
 
@@ -73,6 +83,18 @@ def _split_mean(graph: fx.Graph, mean: fx.Node) -> tuple[fx.Node, fx.Node]:
     node.replace_all_uses_with(losses)
     graph.erase_node(node)
     return (losses if node is mean else mean), count
+
+
+def _refuse_mean(losses: fx.Node) -> None:
+    """Raise for a (mean, count): divided by the count once more it is no number that anyone wants, and splits of a batch change it."""
+    node = losses
+    while node.op == "call_function" and _keeps_a_mean(node):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.op != "call_function":
+        return
+    name = schema_name(node)
+    if name == "aten::mean" or (name in _MEANS and argument(node, "reduction") == 1):
+        raise ValueError(f"{where(node)}: the loss returned (mean, count), not (sum, count): {HINT}")
 
 
 def _keeps_a_mean(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ layout = {"batch": "dp", "heads": "tp"}
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from phalanx.mesh import Mesh
 from phalanx.spec import Spec
 
 Layout = Mapping[str, str | Sequence[str]]
+_BLOCK = re.compile(r"\.\d+\.")
 KV_HEADS = "kv_heads"
 """Goes where `heads` goes unless the layout places it. With fewer of them than ranks their projections stay replicated."""
 COUNTED = ("heads", KV_HEADS)
@@ -67,8 +69,23 @@ def compile_names(captured: Captured, mesh: Mesh, names: Mapping[str, str] | Non
                 if outputs.setdefault(path, spec) != spec:
                     raise ValueError(f"two names for the output of {path} disagree: {outputs[path]} and {spec}")
     unnamed = [name for name in parameters if names and not any(_matches(name, parameters[name].aliases, p) for p in declared)]
-    warnings = (f"replicated, since no name matches: {', '.join(unnamed)}",) if unnamed else ()
-    return Placements(parameters, buffers, batch, outputs, warnings)
+    split_by_names = {axis for p in parameters.values() for axis in p.spec.varying}
+    warnings = []
+    if unnamed and mesh.extent(split_by_names) > 1:
+        alike = dict.fromkeys(_BLOCK.sub(".*.", name) for name in unnamed)
+        warnings.append(f"replicated, since no name matches: {', '.join(alike)}")
+    placed_on = split_by_names.union(*(spec.varying for spec in (*outputs.values(), *(value.spec for value in batch.values()))))
+    warnings += [
+        f"mesh axis {axis} splits nothing, so its {size} ranks all do the same work{_offer(axis, placed)}"
+        for axis, size in mesh.axes
+        if size > 1 and axis != "pp" and axis not in placed_on
+    ]
+    return Placements(parameters, buffers, batch, outputs, tuple(warnings))
+
+
+def _offer(axis: str, placed: Mapping[str, tuple[str, ...]]) -> str:
+    here = ", ".join(f"{name}={'+'.join(axes)}" for name, axes in placed.items() if axes)
+    return f"; the layout is {here}" if here else f"; without a layout only dp splits the batch: layout={{'batch': {axis!r}}}"
 
 
 def _axes_of_names(layout: Layout, mesh: Mesh) -> dict[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ looked for while the model runs. Nothing here changes a model or a graph.
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import re
@@ -28,13 +29,18 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 LINE = "phalanx_line"
 """Key of the user's line in meta["custom"] of a traced node."""
 _GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_GRAD_FN = vars(Tensor.__base__)["grad_fn"].__get__
+_INSTEAD = (
+    "Write the change of the gradient as an op with its own backward (torch.library.custom_op and register_autograd), or remove "
+    "the hook"
+)
 
 
 def user_line(frames: Iterable[tuple[str, int]]) -> str:
     """`file:line` of the innermost frame that is neither torch's, ours nor the standard library's; "" if there is none."""
     found = ""
     for path, line in frames:
-        if not _is_internal(path):
+        if not is_internal(path):
             found = f"{path}:{line}"
     return found
 
@@ -42,13 +48,14 @@ def user_line(frames: Iterable[tuple[str, int]]) -> str:
 def calling_line() -> str:
     """The user's line that is running now."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_internal(frame.f_code.co_filename):
+    while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame.f_back is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @functools.cache
-def _is_internal(path: str) -> bool:
+def is_internal(path: str) -> bool:
+    """True for the code of torch, of this package and of the standard library: the lines that no user wrote."""
     if path.startswith("<") or path.startswith(_TORCH):
         return True
     if path.startswith(_OURS):
@@ -83,7 +90,7 @@ def where(node: fx.Node) -> str:
 
 
 class Watch(TorchFunctionMode):
-    """Entered while the model is traced: notes the user's line with every node, and refuses gradient hooks on tensors.
+    """Entered while the model is traced: notes the user's line with every node, and refuses hooks on tensors and their gradients.
 
     Export's own stack traces end at the innermost `forward`; a function called from there, or the loss, would have no line.
     """
@@ -93,16 +100,105 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute such as .shape, which makes no node
+            # Autograd shows no hooks of a node, so what asks for a node is refused. torch itself asks for its own ends.
+            if func == _GRAD_FN and not is_internal(_asking_file()):
+                raise ValueError(
+                    f"{calling_line()} reads the grad_fn of an activation. A captured graph has no such nodes, so a hook on one "
+                    f"would vanish and the gradients silently differ. {_INSTEAD}"
+                )
             return func(*args, **(kwargs or {}))
         line = calling_line()
         if func in _GRADIENT_HOOKS:
             raise ValueError(
                 f"{line or 'the model'} calls {name} on an activation. A captured graph has no tensor hooks, so its "
-                "gradients would silently differ. Write the change of the gradient as an op with its own backward "
-                "(torch.library.custom_op and register_autograd), or remove the hook"
+                "gradients would silently differ. " + _INSTEAD
             )
+        _refuse_saved_tensor_hooks(line)
         with fx.traceback.annotate({LINE: line}):
             return func(*args, **(kwargs or {}))
+
+
+def _asking_file() -> str:
+    """The file of the code whose call came, through whatever modes are on, to the __torch_function__ that asks."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _refuse_saved_tensor_hooks(line: str) -> None:
+    """Raise for a saved_tensors_hooks block of the user's; those of torch (checkpoint, save_on_cpu) change no values."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and not is_internal(getattr(hooks[0], "__code__", _refuse_saved_tensor_hooks.__code__).co_filename):
+        raise ValueError(
+            f"{line or 'the model'} runs under saved_tensors_hooks. A captured graph saves what it needs by itself, so what they "
+            f"change would be lost and the gradients silently differ. {_INSTEAD}"
+        )
+
+
+class Attributes:
+    """What the modules of a tree remember, to be compared after a forward: a captured graph remembers nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = self._now()
+
+    def changed(self) -> list[str]:
+        """A sentence for each attribute that is no longer what it was. Raises ValueError for a buffer or parameter."""
+        found = []
+        for (path, name), new in self._now().items():
+            old = self._before.get((path, name), _ABSENT)
+            if _same(old, new):
+                continue
+            owner = self._module.get_submodule(path)
+            place = f"module {path or type(owner).__name__!r}"
+            line = _line_that_sets(owner, name)
+            if name in owner._buffers or name in owner._parameters:
+                kind = "buffer" if name in owner._buffers else "parameter"
+                raise ValueError(
+                    f"{place} gives its {kind} {name!r} a new value in its forward{line}, which a Program does not do: make it an "
+                    "input, or leave it out"
+                )
+            found.append(
+                f"{place} changes its attribute {name!r} in its forward{line}: it changed once, during capture, and every step "
+                "computes as that one did"
+            )
+        return found
+
+    def _now(self) -> dict[tuple[str, str], Any]:
+        return {
+            (path, name): tuple(value.items() if isinstance(value, dict) else value)
+            if isinstance(value, list | dict | set)
+            else value
+            for path, child in self._module.named_modules()
+            for name, value in (*child.__dict__.items(), *child._buffers.items(), *child._parameters.items())
+            if name not in ("_buffers", "_parameters")
+        }
+
+
+_ABSENT = object()
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether an attribute still holds what it held; tensors by identity, since their values are not known in a trace."""
+    if old is new:
+        return True
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return len(old) == len(new) and all(map(_same, old, new))
+    return isinstance(old, int | float | str | bytes) and type(old) is type(new) and bool(old == new)
+
+
+def _line_that_sets(module: nn.Module, name: str) -> str:
+    """The end of a sentence: where the module's own class, outside __init__, assigns an attribute; "" if it does nowhere."""
+    for cls in type(module).__mro__:
+        for method, function in vars(cls).items():
+            code = getattr(function, "__code__", None)
+            if code is None or method == "__init__" or is_internal(code.co_filename):
+                continue
+            for instruction in dis.get_instructions(code):
+                if instruction.opname == "STORE_ATTR" and instruction.argval == name and instruction.positions is not None:
+                    return f" at {code.co_filename}:{instruction.positions.lineno}"
+    return ""
 
 
 def custom_functions(outputs: Iterable[Tensor]) -> list[Any]:

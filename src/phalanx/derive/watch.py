@@ -120,4 +120,4 @@ def _follows_batch(piece: Piece, tables_read_batch: bool) -> set[fx.Node]:
 def _unknown(path: str, known: set[str]) -> str:
     close = difflib.get_close_matches(path, sorted(known), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(p for p in known if p.count('.') <= 1))}"
-    return f"no module {path!r} computes anything in this model; {hint}"
+    return f"no module {path!r} computes anything in this model (one that hands its input through does not); {hint}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from phalanx.comm.world import World
 from phalanx.derive.program import IndexBound, Program, Value
+from phalanx.run.arguments import check_batch
 from phalanx.spec import shard
 
 
@@ -22,6 +24,7 @@ def microbatches(
     to every microbatch. Ids outside the Program's bounds raise ValueError here, instead of reading foreign memory on a device or
     counting as zero where rows or classes are split.
     """
+    check_batch(batch)
     parts: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches)]
     for name, value in program.batch.items():
         given = _entry(batch, name, value, program, world, local)
@@ -46,6 +49,9 @@ def _entry(batch: Mapping[str, Tensor], name: str, value: Value, program: Progra
     given = batch[name]
     if not isinstance(given, Tensor):
         raise ValueError(f"batch entry {name!r} is a {type(given).__name__}; it must be a tensor")
+    if given.is_meta or given.layout != torch.strided:
+        what = "on the device meta, so it has no values" if given.is_meta else f"stored as {given.layout}"
+        raise ValueError(f"batch entry {name!r} is {what}; it must be a dense tensor")
     shape = value.spec.local_shape(value.shape, world.mesh) if local else value.shape
     expected = (shape[0] * program.microbatches, *shape[1:]) if shape else ()
     if tuple(given.shape) != expected:

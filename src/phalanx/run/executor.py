@@ -22,6 +22,7 @@ from phalanx.run.batch import microbatches
 from phalanx.run.bind import Bound, tables
 from phalanx.run.clock import Clock, Mark
 from phalanx.run.gather import from_stage, gather
+from phalanx.run.non_finite import exits, first_in_forward
 from phalanx.run.optimizer import Optimizer
 from phalanx.run.parameters import Parameters, contributes
 from phalanx.schedule.actions import Action, Schedule
@@ -68,7 +69,7 @@ class Executor:
     ) -> None:
         if schedule.microbatches != program.microbatches:
             raise ValueError(f"the schedule has {schedule.microbatches} microbatches, the Program {program.microbatches}")
-        if max_norm is not None and max_norm <= 0:
+        if max_norm is not None and not max_norm > 0:  # not a number is not above 0
             raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
         self.program, self.schedule, self.world = program, schedule, world
         self.parameters, self.optimizer, self.max_norm = parameters, optimizer, max_norm
@@ -79,12 +80,13 @@ class Executor:
         self.events: list[Event] = []
         """One per action, with its lane: from its start to its end, for messages to their arrival."""
         self._everybody = world.group(world.mesh.names)
-        self._counts_loss = contributes(program.segments[-1].cls.outputs[0].spec, world)
         with torch.no_grad():
             self._tables = tables(program, world, parameters)
-        self._training = self._bind(training=True)
+        self._training = self._bind(program, training=True)
         self._forward: dict[str | None, Bound] = {}
-        """By the module that is watched."""
+        """By the module that is watched; None is evaluation."""
+        self._parts: list[dict[str, Tensor]] = []
+        """This rank's microbatches of the last step."""
         self._step = 0
         self._result: tuple[float, float, int] = (0.0, 0.0, 0)
         self._lr, self._scale = 0.0, 1.0
@@ -103,9 +105,10 @@ class Executor:
         """One training step on a global batch, or on this rank's slices of it with `local`.
 
         Raises ValueError for a batch that does not fit, and FloatingPointError, on every rank and before any parameter changes,
-        if the loss or a gradient is not finite.
+        if the loss or a gradient is not finite. It names the step, counted from 1 as people do, and the first such tensor.
         """
-        self._training.start(self._step, microbatches(batch, self.program, self.world, local=local))
+        self._parts = microbatches(batch, self.program, self.world, local=local)
+        self._training.start(self._step, self._parts)
         self.parameters.begin()
         self._run(self._training)
         self._step += 1
@@ -113,16 +116,19 @@ class Executor:
         return Out(loss, norm, tokens, self._lr)
 
     @torch.no_grad()
-    def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Evaluation:
-        """Loss on a batch, forward only, through the same pipeline. Changes nothing."""
-        bound = self._run_forward(batch, local, None)
+    def evaluate(self, batch: Mapping[str, Tensor], quiet: Program | None = None, *, local: bool = False) -> Evaluation:
+        """Loss on a batch, forward only, through the same pipeline. Changes nothing.
+
+        quiet  the Program in evaluation mode, the same in every call; left out if that does not differ
+        """
+        bound = self._run_forward(batch, local, None, quiet or self.program)
         loss, count = self._add_up([self._loss(bound)], bound.count)
         return Evaluation(loss / count, int(count))
 
     @torch.no_grad()
     def watch(self, watched: Watched, batch: Mapping[str, Tensor], *, local: bool = False) -> tuple[Tensor, ...]:
         """Global values of what leaves a module, on every rank, forward only; microbatches joined along dimension 0."""
-        bound = self._run_forward(batch, local, watched)
+        bound = self._run_forward(batch, local, watched, watched.program)
         found = []
         for exit in watched.exits:
             value, stage = exit.value, 0 if exit.segment is None else self.parameters.placement[exit.segment]
@@ -187,20 +193,28 @@ class Executor:
                 )
             )
 
-    def _bind(self, *, training: bool, watched: Watched | None = None) -> Bound:
+    def _bind(self, program: Program, *, training: bool, watched: Watched | None = None) -> Bound:
         others = {"NORM": self._norm, "OPT": self._opt}
-        program, made = self.program, self._tables
-        if watched is not None:
-            program, made = watched.program, tables(watched.program, self.world, self.parameters)
+        made = self._tables if program is self.program else tables(program, self.world, self.parameters)
         return Bound(
             program, self.actions, self.world, self.parameters, training=training, tables=made, others=others,
             watch=() if watched is None else watched.exits, seed=self._seed,
         )  # fmt: skip
 
-    def _run_forward(self, batch: Mapping[str, Tensor], local: bool, watched: Watched | None) -> Bound:
+    def _origin_of_a_broken_loss(self) -> str | None:
+        """The forward of the last step once more, keeping what crosses the cuts."""
+        bound = Bound(
+            self.program, self.actions, self.world, self.parameters,
+            training=False, tables=self._tables, watch=exits(self.program), seed=self._seed,
+        )  # fmt: skip
+        bound.start(self._step, self._parts)
+        self._run(bound)
+        return first_in_forward(bound, self.parameters, self._parts, self.world)
+
+    def _run_forward(self, batch: Mapping[str, Tensor], local: bool, watched: Watched | None, program: Program) -> Bound:
         path = None if watched is None else watched.path
         if path not in self._forward:
-            self._forward[path] = self._bind(training=False, watched=watched)
+            self._forward[path] = self._bind(program, training=False, watched=watched)
         bound = self._forward[path]
         bound.start(self._step, microbatches(batch, self.program, self.world, local=local))
         self._run(bound)
@@ -217,7 +231,7 @@ class Executor:
             # Chunks of the norm overflow long before float64 does: look again before calling it infinite.
             loss, square, tokens = self._add_up([self._loss(self._training), parameters.squared_norm(exact=True)], count)
         if not math.isfinite(loss + square):
-            raise FloatingPointError(f"step {self._step}: {self._first_non_finite()}; no parameter was changed")
+            raise FloatingPointError(f"step {self._step + 1}: {self._first_non_finite()}; no parameter was changed")
         self._result = loss / tokens, math.sqrt(square), int(tokens)
 
     def _opt(self) -> None:
@@ -236,7 +250,8 @@ class Executor:
 
     def _loss(self, bound: Bound) -> Tensor:
         """Sum over the microbatches of the loss sum, on the ranks that contribute it; zero elsewhere."""
-        losses = bound.losses() if self._counts_loss else []
+        counts = contributes(bound.program.segments[-1].cls.outputs[0].spec, self.world)
+        losses = bound.losses() if counts else []
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self.world.device)
         return torch.stack(losses).sum(dtype=torch.float64)
@@ -246,8 +261,8 @@ class Executor:
         numbers = torch.stack([*terms, count.double() if self.world.rank == 0 else count.new_zeros((), dtype=torch.float64)])
         self.world.transport.all_reduce(numbers, self._everybody).wait()
         sums: list[float] = numbers.tolist()
-        if sums[-1] <= 0:
-            raise ValueError(f"step {self._step}: the batch has {sums[-1]:g} valid tokens, so its mean loss is not defined")
+        if not sums[-1] > 0:  # 0, or not a number
+            raise ValueError(f"step {self._step + 1}: the batch has {sums[-1]:g} valid tokens, so its mean loss is not defined")
         return sums
 
     def _first_non_finite(self) -> str:
@@ -260,7 +275,8 @@ class Executor:
         first = torch.tensor(place, device=self.world.device)
         self.world.transport.all_reduce(first, self._everybody, "min").wait()
         if int(first) == 0:
-            return "the loss is not finite"
+            origin = self._origin_of_a_broken_loss()
+            return "the loss is not finite" + (f"; the first tensor that is not is {origin}" if origin else "")
         if int(first) > len(names):
             return "the squares of the gradients, each finite, add up to more than float64 holds"
         return f"the gradient of {names[int(first) - 1]} is not finite"

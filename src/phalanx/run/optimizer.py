@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from phalanx.derive.program import Parameter, Program
-from phalanx.run.parameters import Flat, Parameters, Span
+from phalanx.run.flat import Flat, Span
+from phalanx.run.parameters import Parameters
 
 Rate = Callable[[int], float]
 """Step, from 0, to a factor on the learning rate."""
@@ -115,8 +116,9 @@ Config = AdamW | SGD
 
 
 def _check(lr: float, weight_decay: float) -> None:
-    if lr < 0 or weight_decay < 0:
-        raise ValueError(f"lr {lr} and weight_decay {weight_decay} must be at least 0")
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
 
 
 def groups(config: Config, program: Program) -> dict[str, float]:

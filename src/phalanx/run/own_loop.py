@@ -16,7 +16,9 @@ from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss
+from phalanx.derive.evaluate import evaluation
 from phalanx.derive.program import Parameter, Program, Segment, Value
+from phalanx.run.arguments import check_arguments, warn_of_losses
 from phalanx.run.batch import microbatches
 from phalanx.run.gather import check_equal, gather
 from phalanx.run.operations import callable_of
@@ -44,13 +46,18 @@ def shard(
     Arguments are those of `parallelize`; `example` is one call's global batch. Without it the model is captured at the first call, and
     has parameters from then on. The threads of a LocalWorld cannot capture: there `example` is needed.
     """
+    check_arguments(model, world, example=example, names=names, layout=layout, loss=loss)
     if world.mesh.extent(("pp",)) > 1:
         raise ValueError(f"phx.shard runs no pipeline, but the mesh is {world.mesh}; use phx.parallelize, or leave out pp")
     device = "cpu" if isinstance(world, LocalWorld) else world.device.type
     prepare = hf.capture_context if hf.is_hf_model(model) else None
 
     def program(batch: Mapping[str, Tensor]) -> Program:
-        return derive(model, world.mesh, example=batch, names=names, layout=layout, loss=loss, device=device, prepare=prepare)
+        derived = derive(
+            model, world.mesh, example=batch, names=names, layout=layout, loss=loss, device=device, prepare=prepare
+        )
+        warn_of_losses(derived, world)
+        return derived
 
     if isinstance(world, LocalWorld):
         if example is None:
@@ -58,13 +65,20 @@ def shard(
                 "on a LocalWorld phx.shard needs example=, one call's global batch, since rank threads cannot capture"
             )
         derived = program(example)
-        return [Sharded(lambda batch: derived, rank, initial_values(model, rank, seed), seed, example) for rank in world.worlds]
+        quiet = evaluation(derived)  # now, since rank threads cannot lower
+        return [
+            Sharded(lambda batch: derived, rank, initial_values(model, rank, seed), seed, example, quiet)
+            for rank in world.worlds
+        ]
     check_equal(real_tensors(model), world)
     return Sharded(program, world, initial_values(model, world, seed), seed, example)
 
 
 class Sharded(nn.Module):
-    """This rank's shards as parameters, under the model's first names. A call returns a loss that can be differentiated."""
+    """This rank's shards as parameters, under the model's first names. A call returns a loss that can be differentiated.
+
+    After `eval()` it drops nothing, and the loss has no gradient; `train()` goes on where training was.
+    """
 
     program: Program
 
@@ -75,9 +89,12 @@ class Sharded(nn.Module):
         values: Callable[[Parameter], Tensor],
         seed: int = 0,
         example: Mapping[str, Tensor] | None = None,
+        quiet: Program | None = None,
     ) -> None:
         super().__init__()
         self.world = world
+        self._quiet = quiet
+        """The Program in evaluation mode, lowered at its first use if it was not before."""
         self._derived, self._values, self._seed = derived, values, seed
         self._calls = 0
         """Calls so far, which dropout is a function of."""
@@ -107,9 +124,23 @@ class Sharded(nn.Module):
         if not self._ready:
             self._build(batch)
         part = microbatches(batch, self.program, self.world, local=local)[0]
+        if not self.training:
+            return self._evaluated(part, count)
         loss: Tensor = _Loss.apply(self, part, count, *(self._parameters[name] for name in self._trainable))  # type: ignore[no-untyped-call]
         self._calls += 1
         return loss
+
+    @torch.no_grad()
+    def _evaluated(self, part: Mapping[str, Tensor], count: int | Tensor | None) -> Tensor:
+        program = self._quiet = self._quiet or evaluation(self.program)
+        tables, cut = self.tables(part), dict[str, Tensor]()
+        for segment in program.segments:
+            assert segment.cls.graphs is not None
+            values = {"cut": cut, "table": tables, "batch": part}
+            inputs = [values[source.kind][source.name] for source in segment.inputs]
+            outputs = callable_of(segment.cls.graphs.E)([*self.arguments(segment), *inputs])
+            cut = dict(zip(segment.outputs, outputs, strict=True))
+        return self.mean(program, cut, part, count)[0]
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
@@ -188,6 +219,15 @@ class Sharded(nn.Module):
         total = callable_of(segment.cls.graphs.E)([*self.arguments(segment), *inputs])[0].double()
         return self.summed(total, segment.cls.outputs[0].spec.partial)
 
+    def mean(
+        self, program: Program, cut: Mapping[str, Tensor], part: Mapping[str, Tensor], count: int | Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The mean loss on every rank, from the last segment's outputs, and what it was divided by."""
+        [name], [final] = program.segments[-1].outputs, program.segments[-1].cls.outputs
+        total = self.summed(cut[name], final.spec.partial)
+        divisor = self.counted(part) if count is None else torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        return (total.double() / divisor).to(final.dtype), divisor
+
     def summed(self, x: Tensor, axes: Sequence[str] | frozenset[str]) -> Tensor:
         x = x.detach().clone()
         sum_over(self.world, x, sorted(axes)).wait()
@@ -214,11 +254,9 @@ class _Loss(torch.autograd.Function):
             outputs, saved = callable_of(segment.cls.graphs.F)([*module.arguments(segment), *inputs])
             cut = dict(zip(segment.outputs, outputs, strict=True))
             tape.append(saved)
-        final = program.segments[-1].cls.outputs[0]
-        total = module.summed(cut[program.segments[-1].outputs[0]], final.spec.partial)
-        divisor = module.counted(part) if count is None else torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        mean, divisor = module.mean(program, cut, part, count)
         ctx.module, ctx.tape, ctx.divisor = module, tape, divisor
-        return (total.double() / divisor).to(final.dtype)
+        return mean
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,10 +14,12 @@ from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss, Prepare
+from phalanx.derive.evaluate import evaluation
 from phalanx.derive.program import Program
 from phalanx.derive.watch import Watched, watch
 from phalanx.event import Event
 from phalanx.mesh import Mesh
+from phalanx.run.arguments import check_arguments, check_batch, warn_of_losses
 from phalanx.run.executor import Evaluation, Executor, Out
 from phalanx.run.gather import check_equal
 from phalanx.run.initialize import initial_shard
@@ -71,6 +73,7 @@ def parallelize(
     On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes,
     for what does not fit together.
     """
+    check_arguments(model, world, example=example, names=names, layout=layout, loss=loss, optimizer=optimizer)
     config = optimizer if optimizer is not None else AdamW()
     if prepare is None and hf.is_hf_model(model):
         prepare = hf.capture_context
@@ -79,6 +82,7 @@ def parallelize(
         model, world.mesh, example=example, names=names, layout=layout, loss=loss, microbatches=microbatches, blocks=blocks,
         train=train, device="cpu" if isinstance(world, LocalWorld) else world.device.type, prepare=prepare, recompute=recompute,
     )  # fmt: skip
+    warn_of_losses(program, world)
     view = from_program(program)
     planned = build(view, schedule, world.mesh.extent(("pp",)), microbatches) if isinstance(schedule, str) else schedule
     check(planned, view)
@@ -111,6 +115,8 @@ class Step:
         self.world, self.program, self.schedule = world, program, schedule
         self.executors = tuple(ranks)
         """Of the ranks of this process."""
+        self._quiet: Program | None = None
+        """In evaluation mode, once it is asked for."""
         self._watched: dict[str, Watched] = {}
         self._last: tuple[Batch | Sequence[Batch], bool] | None = None
         """The batch of the last step, for `watch`."""
@@ -128,8 +134,12 @@ class Step:
         return self._with_batches(batch, local, lambda executor, mine: executor.step(mine, local=local))
 
     def evaluate(self, batch: Batch | Sequence[Batch], local: bool = False) -> Evaluation:
-        """Mean loss on a batch of the same shape, forward only."""
-        return self._with_batches(batch, local, lambda executor, mine: executor.evaluate(mine, local=local))
+        """Mean loss on a batch of the same shape, forward only and without dropout.
+
+        That is all of evaluation mode: what a forward of one's own does only `if self.training`, it does here as well.
+        """
+        quiet = self._quiet = self._quiet or evaluation(self.program)
+        return self._with_batches(batch, local, lambda executor, mine: executor.evaluate(mine, quiet, local=local))
 
     def watch(
         self, path: str, batch: Batch | Sequence[Batch] | None = None, local: bool = False
@@ -204,6 +214,8 @@ class Step:
             if local and len(self.executors) > 1:
                 raise ValueError(f"local=True on a local world takes one batch for each of its {len(self.executors)} ranks")
             return self._each(lambda executor: fn(executor, batch))[0]
+        if not isinstance(batch, Sequence):
+            check_batch(batch)
         if not local or len(batch) != len(self.executors):
             raise ValueError(
                 f"{len(batch)} batches were given; a list is for local=True and has one for each of {len(self.executors)} ranks"

@@ -15,6 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def launch(ranks: int, command: Sequence[str]) -> None:
     """Run `command` as `ranks` processes on this machine and wait for all of them.
 
     The first one that fails ends the others; raises RankFailure naming it. Nothing is restarted: a rank that comes back alone
-    would find its world gone.
+    would find its world gone. On Linux the ranks also end if this process is killed.
     """
     # Imported here so that a command that only reads this file for its error type does not wait for torch.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -61,7 +62,8 @@ def launch(ranks: int, command: Sequence[str]) -> None:
                 monitor_interval=0.1,
                 logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             )
-            elastic_launch(config, command[0])(*command[1:])
+            leash = Path(__file__).with_name("leash.py")
+            elastic_launch(config, sys.executable)("-I", "-S", str(leash), str(os.getpid()), *command)
     except ChildFailedError as error:
         raise _failure(error.failures, ranks) from None
     except SignalException as error:

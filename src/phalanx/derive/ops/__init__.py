@@ -6,7 +6,19 @@ import torch
 from torch import fx
 
 from phalanx.derive.form import WHOLE, Form, Rule, shape_of, tensors
-from phalanx.derive.ops import attention, create, embedding, loss, matmul, pointwise, reduce, regularize, view
+from phalanx.derive.ops import (
+    attention,
+    create,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    pointwise,
+    reduce,
+    regularize,
+    spatial,
+    view,
+)
 
 aten = torch.ops.aten
 
@@ -17,6 +29,8 @@ RULES: dict[object, Rule] = {
     **reduce.RULES,
     **attention.RULES,
     **embedding.RULES,
+    **indexing.RULES,
+    **spatial.RULES,
     **loss.RULES,
     **create.RULES,
     **regularize.RULES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, dim_index, shape_of, tensors
+from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, shape_of, tensors
 
 aten = torch.ops.aten
 ROWS = "rows"
@@ -43,21 +43,6 @@ def local_rows(e: Emit, ids: fx.Node, label: str, size: int) -> tuple[fx.Node, f
     return e.call(aten.masked_fill.Scalar, local, outside, 0), outside
 
 
-def gather(node: fx.Node) -> Form:
-    """x.gather(dim, index): lines along `dim` are whole; other dimensions go together where index covers them."""
-    x, index = (shape_of(operand) for operand in tensors(node)[:2])
-    dim = dim_index(argument(node, "dim"), len(x))
-    labels: Labels = tuple(at if at != dim and x[at] == index[at] else WHOLE for at in range(len(x)))
-    return Form((labels, labels), (labels,), "none")
-
-
-def index_select(node: fx.Node) -> Form:
-    ndim = len(shape_of(tensors(node)[0]))
-    dim = dim_index(argument(node, "dim"), ndim)
-    labels: Labels = tuple(WHOLE if at == dim else at for at in range(ndim))
-    return Form((labels, (WHOLE,)), (labels,), "none")
-
-
 def one_hot(node: fx.Node) -> Form:
     ndim = len(shape_of(tensors(node)[0]))
     return Form((tuple(range(ndim)),), ((*range(ndim), WHOLE),))
@@ -65,7 +50,5 @@ def one_hot(node: fx.Node) -> Form:
 
 RULES: dict[object, Rule] = {
     aten.embedding: embedding,
-    aten.gather: gather,
-    aten.index_select: index_select,
     aten.one_hot: one_hot,
 }

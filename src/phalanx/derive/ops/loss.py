@@ -9,6 +9,7 @@ from torch import fx
 
 from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, shape_of, tensors
 from phalanx.derive.ops.embedding import local_rows
+from phalanx.derive.ops.pointwise import broadcast_labels, broadcast_shape
 
 aten = torch.ops.aten
 CLASSES = "classes"
@@ -43,9 +44,10 @@ def cross_entropy(node: fx.Node) -> Form:
 def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, ignore: int, reduction: int) -> fx.Node:
     """log(sum exp) - picked logit from one max and one sum over ranks (Megatron-LM, Shoeybi et al. 2019, section 3)."""
     logits, target = e.operands[:2]
+    dtype = logits.meta["val"].dtype
     if class_dim != ndim - 1:
         logits = e.call(aten.movedim.int, logits, class_dim, -1)
-    if logits.meta["val"].dtype in (torch.bfloat16, torch.float16):
+    if dtype in (torch.bfloat16, torch.float16):
         logits = e.call(aten.to.dtype, logits, torch.float32)
     peak = e.call(aten.amax.default, e.call(aten.detach.default, logits), [-1], True)
     for axis in reversed(e.axes(CLASSES)):
@@ -62,37 +64,30 @@ def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, ignore: 
         aten.sub.Tensor, e.call(aten.log.default, e.call(aten.select.int, both, 0, 0)), e.call(aten.select.int, both, 0, 1)
     )
     loss = e.call(aten.masked_fill.Scalar, loss, e.call(aten.eq.Scalar, target, ignore), 0)
+    if reduction != NONE:
+        loss = e.call(aten.sum.default, loss)
+        if reduction == MEAN:
+            count = e.call(aten.sum.default, e.call(aten.ne.Scalar, target, ignore))
+            loss = e.call(aten.div.Tensor, loss, count)
+    return loss if loss.meta["val"].dtype == dtype else e.call(aten.to.dtype, loss, dtype)
+
+
+def elementwise_loss(node: fx.Node) -> Form:
+    """mse and relatives: operands broadcast; then none, a sum, or a mean over the global count."""
+    shapes = [shape_of(operand) for operand in tensors(node)]
+    full = broadcast_shape(shapes)
+    reduction = argument(node, "reduction")
+    labels: Labels = tuple(range(len(full)))
+    operands = tuple(broadcast_labels(shape, full) for shape in shapes)
     if reduction == NONE:
-        return loss
-    if reduction == SUM:
-        return e.call(aten.sum.default, loss)
-    count = e.call(aten.sum.default, e.call(aten.ne.Scalar, target, ignore))
-    return e.call(aten.div.Tensor, e.call(aten.sum.default, loss), count)
+        return Form(operands, (labels,))
 
+    def emit(e: Emit) -> fx.Node:
+        if reduction != MEAN or not any(e.axes(label) for label in labels):
+            return e.again()
+        return e.call(aten.div.Tensor, e.again(reduction=SUM), math.prod(full))
 
-def elementwise_loss(position: int) -> Rule:
-    """mse and relatives: input and target alike, then none, a sum, or a mean over the global count."""
-
-    def rule(node: fx.Node) -> Form:
-        operands = tensors(node)
-        shape = shape_of(operands[0])
-        reduction = argument(node, position, "reduction", MEAN)
-        labels: Labels = tuple(range(len(shape)))
-        others = tuple(labels if shape_of(operand) == shape else (WHOLE,) * len(shape_of(operand)) for operand in operands[1:])
-        count = math.prod(shape)
-
-        def emit(e: Emit) -> fx.Node:
-            if reduction != MEAN or not any(e.axes(label) for label in labels):
-                return e.again()
-            parts = e.call(node.target, *e.operands, reduction=SUM) if len(node.args) <= position else None
-            assert not node.kwargs or "reduction" in node.kwargs, "only reduction is passed by keyword"
-            if parts is None:
-                parts = e.call(node.target, *e.operands, *node.args[len(e.operands) : position], SUM)
-            return e.call(aten.div.Tensor, parts, count)
-
-        return Form((labels, *others), (labels if reduction == NONE else (),), "none", emit)
-
-    return rule
+    return Form(operands, ((),), "none", emit, averaged=frozenset(labels) if reduction == MEAN else frozenset())
 
 
 def nll_loss(node: fx.Node) -> Form:
@@ -105,15 +100,15 @@ def nll_loss(node: fx.Node) -> Form:
     return Form((left, samples, *rest), (samples if reduction == NONE else (),))
 
 
+_ELEMENTWISE = (
+    aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
+    aten.binary_cross_entropy_with_logits, aten.kl_div, aten.hinge_embedding_loss, aten.poisson_nll_loss, aten.margin_ranking_loss,
+)  # fmt: skip
+
 RULES: dict[object, Rule] = {
     aten.cross_entropy_loss: cross_entropy,
     aten.nll_loss: nll_loss,
     aten.nll_loss_nd: nll_loss,
     aten.nll_loss2d: nll_loss,
-    aten.mse_loss: elementwise_loss(2),
-    aten.l1_loss: elementwise_loss(2),
-    aten.smooth_l1_loss: elementwise_loss(2),
-    aten.huber_loss: elementwise_loss(2),
-    aten.binary_cross_entropy: elementwise_loss(3),
-    aten.binary_cross_entropy_with_logits: elementwise_loss(4),
+    **dict.fromkeys(_ELEMENTWISE, elementwise_loss),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -14,6 +16,11 @@ def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> Labels:
     """Labels of an operand that broadcasts to `result`: result dimension numbers; size-1 dimensions that stretch are whole."""
     lead = len(result) - len(shape)
     return tuple(dim + lead if size == result[dim + lead] else WHOLE for dim, size in enumerate(shape))
+
+
+def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that all broadcast to."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def pointwise(linear: Linearity = "none") -> Rule:
@@ -62,10 +69,9 @@ def conjugate(node: fx.Node) -> Form:
 def real_view(node: fx.Node) -> Form:
     """A complex value as real numbers, whose new last dimension (real, imaginary) is whole, or back."""
     operand = tensors(node)[0]
-    return Form(*(
-        (tuple(range(len(shape_of(x)))) if x.meta["val"].is_complex() else (*range(len(shape_of(x)) - 1), WHOLE),)
-        for x in (operand, node)
-    ), "first")  # fmt: skip
+    lead = tuple(range(min(len(shape_of(operand)), len(shape_of(node)))))
+    before, after = (lead if x.meta["val"].is_complex() else (*lead, WHOLE) for x in (operand, node))
+    return Form((before,), (after,), "first")
 
 
 def reinterpret(node: fx.Node) -> Form:
@@ -82,42 +88,30 @@ def same_shape_factory(node: fx.Node) -> Form:
 
 
 _NONLINEAR = (
-    aten.relu, aten.gelu, aten.silu, aten.sigmoid, aten.tanh, aten.exp, aten.exp2, aten.log, aten.log1p, aten.expm1, aten.sqrt,
-    aten.rsqrt, aten.reciprocal, aten.sin, aten.cos, aten.erf, aten.abs, aten.sign, aten.square, aten.softplus, aten.leaky_relu,
-    aten.elu, aten.mish, aten.hardswish, aten.hardtanh, aten.clamp, aten.clamp_min, aten.clamp_max, aten.logical_not,
-    aten.bitwise_not, aten.isnan, aten.isinf, aten.floor, aten.ceil, aten.round, aten.trunc, aten.log_sigmoid, aten.hardsigmoid,
-    aten.relu6, aten.atan2, aten.maximum, aten.minimum, aten.fmod, aten.remainder, aten.floor_divide, aten.eq, aten.ne, aten.lt,
-    aten.le, aten.gt, aten.ge, aten.logical_and, aten.logical_or, aten.logical_xor, aten.bitwise_and, aten.bitwise_or,
-    aten.bitwise_xor, aten.__and__, aten.__or__, aten.__xor__, aten.where, aten.masked_fill, aten.threshold, aten.selu,
-    aten.celu, aten.logit, aten.hardshrink, aten.softshrink, aten.erfc, aten.log2, aten.log10, aten.logaddexp, aten.xlogy,
-    aten.isfinite, aten.frac, aten.hypot, aten.copysign, aten.isclose, aten.polar, aten.angle, aten.sgn, aten.tan, aten.asin, aten.acos, aten.atan, aten.sinh, aten.cosh, aten.lerp, aten.bitwise_left_shift,
-    aten.bitwise_right_shift, aten.rsub, aten.addcmul, aten.addcdiv, aten.nan_to_num,
+    aten.relu, aten.gelu, aten.silu, aten.sigmoid, aten.tanh, aten.exp, aten.exp2, aten.log, aten.log1p, aten.expm1,
+    aten.sqrt, aten.rsqrt, aten.reciprocal, aten.sin, aten.cos, aten.erf, aten.abs, aten.sign, aten.square, aten.softplus,
+    aten.leaky_relu, aten.elu, aten.mish, aten.hardswish, aten.hardtanh, aten.clamp, aten.clamp_min, aten.clamp_max,
+    aten.logical_not, aten.bitwise_not, aten.isnan, aten.isinf, aten.floor, aten.ceil, aten.round, aten.trunc,
+    aten.log_sigmoid, aten.hardsigmoid, aten.relu6, aten.atan2, aten.maximum, aten.minimum, aten.fmod, aten.remainder,
+    aten.floor_divide, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.logical_and, aten.logical_or,
+    aten.logical_xor, aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.__and__, aten.__or__, aten.__xor__,
+    aten.where, aten.masked_fill, aten.threshold, aten.selu, aten.celu, aten.logit, aten.hardshrink, aten.softshrink,
+    aten.erfc, aten.log2, aten.log10, aten.logaddexp, aten.xlogy, aten.isfinite, aten.frac, aten.hypot, aten.copysign,
+    aten.isclose, aten.polar, aten.angle, aten.sgn, aten.tan, aten.asin, aten.acos, aten.atan, aten.sinh, aten.cosh,
+    aten.lerp, aten.bitwise_left_shift, aten.bitwise_right_shift, aten.rsub, aten.addcmul, aten.addcdiv, aten.nan_to_num,
+)  # fmt: skip
+_LINEAR = (
+    aten.neg, aten.div, aten.true_divide, aten.contiguous, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy,
+    aten.positive, aten.real, aten.imag, aten.resolve_conj, aten.resolve_neg,
 )  # fmt: skip
 
 RULES: dict[object, Rule] = {
-    **{packet: pointwise() for packet in _NONLINEAR},
-    **{
-        packet: pointwise("first")
-        for packet in (
-            aten.neg,
-            aten.div,
-            aten.true_divide,
-            aten.contiguous,
-            aten.clone,
-            aten.alias,
-            aten.detach,
-            aten.lift_fresh_copy,
-            aten.positive,
-            aten.real,
-            aten.imag,
-            aten.resolve_conj,
-            aten.resolve_neg,
-        )
-    },  # fmt: skip
+    **dict.fromkeys(_NONLINEAR, pointwise()),
+    **dict.fromkeys(_LINEAR, pointwise("first")),
     # with a rounding mode a quotient is not linear
     **dict.fromkeys((aten.div.Tensor_mode, aten.div.Scalar_mode), pointwise()),
-    **{packet: pointwise("sum") for packet in (aten.add, aten.sub, aten.subtract, aten.complex)},
-    **{packet: pointwise("each") for packet in (aten.mul, aten.multiply)},
+    **dict.fromkeys((aten.add, aten.sub, aten.subtract, aten.complex), pointwise("sum")),
+    **dict.fromkeys((aten.mul, aten.multiply), pointwise("each")),
     **dict.fromkeys((aten.to, aten._to_copy), cast),
     **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), same_shape_factory),
     aten.pow: power,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, dim_index, shape_of, tensors
-from phalanx.derive.ops.pointwise import broadcast_labels
+from phalanx.derive.ops.pointwise import broadcast_labels, broadcast_shape
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ def along(node: fx.Node) -> Form:
 def lines_of_two(node: fx.Node) -> Form:
     """cosine_similarity: one dimension of two values that broadcast is reduced, so it is whole."""
     shapes = [shape_of(operand) for operand in tensors(node)]
-    full = tuple(torch.broadcast_shapes(*shapes))
+    full = broadcast_shape(shapes)
     dim = dim_index(argument(node, "dim", 1), len(full))
 
     def whole(labels: Labels) -> Labels:
@@ -93,12 +93,6 @@ def layer_norm(node: fx.Node) -> Form:
     normalised = len(argument(node, "normalized_shape"))
     ndim = len(operands[0])
     x: Labels = tuple(WHOLE if dim >= ndim - normalised else dim for dim in range(ndim))
-    return Form((x, *((WHOLE,) * len(shape) for shape in operands[1:])), (x,))
-
-
-def group_norm(node: fx.Node) -> Form:
-    operands = [shape_of(operand) for operand in tensors(node)]
-    x: Labels = (0,) + (WHOLE,) * (len(operands[0]) - 1)
     return Form((x, *((WHOLE,) * len(shape) for shape in operands[1:])), (x,))
 
 
@@ -121,5 +115,4 @@ RULES: dict[object, Rule] = {
     aten.cosine_similarity: lines_of_two,
     aten.layer_norm: layer_norm,
     aten.rms_norm: layer_norm,
-    aten.group_norm: group_norm,
 }

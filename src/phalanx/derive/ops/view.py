@@ -310,7 +310,7 @@ def written(node: fx.Node) -> Form:
 
 def movedim(node: fx.Node) -> Form:
     before = len(shape_of(tensors(node)[0]))
-    source, target = (argument(node, at, name) for at, name in ((1, "source"), (2, "destination")))
+    source, target = (argument(node, name) for name in ("source", "destination"))
     sources = [dim_index(dim, before) for dim in ([source] if isinstance(source, int) else source)]
     targets = [dim_index(dim, before) for dim in ([target] if isinstance(target, int) else target)]
     order: list[int] = [dim for dim in range(before) if dim not in sources]
