@@ -36,8 +36,8 @@ def test_yaml_over_other_defaults(tmp_path: Path) -> None:
 
 def test_dump_and_load_agree(tmp_path: Path) -> None:
     config = TrainConfig(mesh="pp=2", data=Path("a"), dtype="bfloat16", optimizer=OptimizerConfig(max_norm=None))
-    assert load(written(tmp_path, dump(config))) == config
-    assert load(written(tmp_path, dump(TrainConfig()))) == TrainConfig()
+    assert load(written(tmp_path, dump(config)), TrainConfig()) == config
+    assert load(written(tmp_path, dump(TrainConfig())), TrainConfig()) == TrainConfig()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_dump_and_load_agree(tmp_path: Path) -> None:
 def test_mistakes_in_a_file_are_named(text: str, said: str, tmp_path: Path) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ValueError, match=said) as caught:
-        load(path)
+        load(path, TrainConfig())
     assert str(path) in str(caught.value)
 
 

@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(rest)
     except KeyboardInterrupt:
-        print("phalanx: interrupted", file=sys.stderr)
+        # The launcher of local ranks says it once for all of them.
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            print("phalanx: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Nobody reads our output any more, as in `phalanx train --help | head`. Python flushes once more as it ends.

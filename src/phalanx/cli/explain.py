@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from phalanx.cli.options import defaults
-from phalanx.train.config import TrainConfig
+from phalanx.cli.options import Switch, Unused, defaults
+from phalanx.train.config import OptimizerConfig, TrainConfig
 from phalanx.train.metrics import bytes_text
 
 if TYPE_CHECKING:
@@ -22,20 +22,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Explained(TrainConfig):
+    """What of a run its graphs depend on."""
+
+    steps: Unused[int] = 200
+    optimizer: Unused[OptimizerConfig] = field(default_factory=OptimizerConfig)
+    data: Unused[Path | None] = None
+    held_out: Unused[int] = 0
+    out: Unused[Path | None] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Say what a model on a mesh computes, exchanges and keeps, without running it: every collective, its bytes and why."""
 
     config: Path | None = None
     """A YAML file with any of the run's options below; the command line has the last word."""
-    actions: bool = False
+    actions: Switch = False
     """Print every rank's list of actions as well."""
-    json: bool = False
+    json: Switch = False
     """Print the collectives as one JSON object and nothing else."""
-    run: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    run: Annotated[Explained, tyro.conf.arg(name="")]
 
 
 def main(args: list[str]) -> int:
-    options = tyro.cli(Options, args=args, default=Options(run=defaults(args, TrainConfig())), prog="phalanx explain")
+    options = tyro.cli(Options, args=args, default=Options(run=defaults(args, Explained())), prog="phalanx explain")
     config = options.run
     config.check()
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
 
 from phalanx.train.config import TrainConfig, load
 
+T = TypeVar("T")
+Config = TypeVar("Config", bound=TrainConfig)
 
-def defaults(args: list[str], otherwise: TrainConfig) -> TrainConfig:
+Unused = Annotated[T, tyro.conf.Suppress, tyro.conf.Fixed]
+"""A setting of a run that a command does not read: a file may hold it, the command line refuses it."""
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""A flag of the command itself, which no file sets: there is nothing to switch off."""
+
+
+def defaults(args: list[str], otherwise: Config) -> Config:
     """What the run is before the command line has its say: the file that --config names in `args`, or `otherwise`.
 
     A key that the file leaves out has the value that it has in `otherwise`.

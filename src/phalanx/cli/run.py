@@ -18,7 +18,7 @@ class Options:
 
     ranks: int
     """Number of processes, the size of the script's mesh."""
-    script: Annotated[tuple[str, ...], tyro.conf.Positional]
+    script: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENT ...]")]
     """A Python file and its arguments."""
 
 

@@ -34,8 +34,18 @@ def main(args: list[str]) -> int:
 
     check_name(config.model)
     if mesh.size > 1 and launch_from(os.environ) is None:
+        from phalanx.schedule.pipeline import compute_order
+        from phalanx.train.data import byte_tokens
         from phalanx.train.launch import launch, rank_command
 
+        # What needs no model is refused here, at once, rather than by every rank after it has started.
+        compute_order(config.schedule, 1, 1)
+        if config.data is not None:
+            byte_tokens(config.data)
+        print(
+            f"starting {mesh.size} local ranks for mesh {config.mesh}; each imports torch and derives its program first",
+            flush=True,
+        )
         launch(mesh.size, rank_command(["train", *args]))
         return 0
 

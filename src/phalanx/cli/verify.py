@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from phalanx.cli.options import defaults
+from phalanx.cli.options import Switch, Unused, defaults
 from phalanx.train.config import OptimizerConfig, TrainConfig
 
 if TYPE_CHECKING:
     from phalanx.train.verify import Comparison
 
-DEFAULTS = TrainConfig(mesh="dp=2,tp=2", steps=3, dtype="float64", optimizer=OptimizerConfig(warmup=1))
+
+@dataclass(frozen=True, kw_only=True)
+class Verified(TrainConfig):
+    """What of a run is verified: all but its text and its folder."""
+
+    data: Unused[Path | None] = None
+    held_out: Unused[int] = 0
+    out: Unused[Path | None] = None
+
+
+DEFAULTS = Verified(mesh="dp=2,tp=2", steps=3, dtype="float64", optimizer=OptimizerConfig(warmup=1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +38,15 @@ class Options:
 
     config: Path | None = None
     """A YAML file with any of the run's options below; the command line has the last word."""
-    processes: bool = False
+    processes: Switch = False
     """Run the ranks as processes over the real transport; by default they are threads of this one."""
     rewrite_norms: bool | None = None
     """Replace norms that round to float32 inside, on both sides; by default only in float64."""
     tolerance: float | None = None
     """Largest relative error that passes; by default 1e-10 in float64, 1e-4 in float32, 5e-2 in bfloat16."""
-    json: bool = False
+    json: Switch = False
     """Print the result as one JSON object and nothing else."""
-    run: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    run: Annotated[Verified, tyro.conf.arg(name="")]
 
 
 def main(args: list[str]) -> int:

@@ -22,6 +22,7 @@ COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.defaul
 UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
 SCALAR = {aten.div.Scalar, aten.mul.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.neg.default}
 BROADCASTING = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 
 
@@ -29,6 +30,7 @@ def simplify(graph: fx.Graph) -> None:
     """Functional, with no aliases, no-op copies, round trips of views or equal nodes, in the same order."""
     functionalise(graph)
     reject_randomness(graph)
+    compute_lazy_bits(graph)
     for node in graph.nodes:
         if node.target in SAME or (node.target in COPIES and _same_layout(node, node.args[0])) or _is_first_power(node):
             _replace(node, node.args[0])
@@ -102,6 +104,18 @@ def functionalise(graph: fx.Graph) -> None:
                 )
             node.target = functional
             target.replace_all_uses_with(node, delete_user_cb=functools.partial(operator.lt, node))
+
+
+def compute_lazy_bits(graph: fx.Graph) -> None:
+    """Conjugate and negate where the graph says so.
+
+    The lazy forms are views whose memory holds the value before: passes that compare views by their layout would take one for
+    its base, and a collective would move what lies in memory.
+    """
+    for node in graph.nodes:
+        if node.target in LAZY:
+            node.target = LAZY[node.target]
+            node.meta["val"] = node.target(base(node).meta["val"])
 
 
 def reject_randomness(graph: fx.Graph) -> None:

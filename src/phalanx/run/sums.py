@@ -1,7 +1,7 @@
 """A sum over several mesh axes: one all_reduce per axis, the last axis first, each when the one before is complete.
 
-One call over the joint group would need a communicator for every set of axes that some gradient is partial over; and fast links,
-which the last axes have, then do their part of the sum first.
+One call over the joint group would take slow and fast links alike; so the fast ones, which the last axes have, do their part of the
+sum first, and each message belongs to one axis. Only the first overlaps with what follows: the others wait for it.
 """
 
 from __future__ import annotations

@@ -12,11 +12,13 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from phalanx.mesh import Mesh
+
+Config = TypeVar("Config", bound="TrainConfig")
 
 DEFAULT_LAYOUT = {"batch": "dp", "heads": "tp", "mlp": "tp", "vocab": "tp"}
 
@@ -48,17 +50,17 @@ class TrainConfig:
     """One training run."""
 
     model: str = "llama-tiny"
-    """A name of `phalanx.train.models`, for example mlp, llama-tiny, llama-1b or hf-tiny:qwen3."""
+    """mlp, llama-tiny, llama-1b, llama-8b, llama-70b, or hf-tiny: and a Hugging Face family, as in hf-tiny:qwen3."""
     mesh: str = ""
-    """Axes and their numbers of ranks, the last varying fastest: pp=2,dp=2,tp=2. Empty is one rank."""
+    """Axes and their numbers of ranks, the last varying fastest, as in pp=2,dp=2,tp=2. Empty is one rank."""
     layout: str | None = None
-    """Which axis splits which named dimension: batch=dp,heads=tp,mlp=tp,vocab=tp, the default as far as mesh and model go."""
+    """Which axis splits which named dimension. Left out: batch=dp,heads=tp,mlp=tp,vocab=tp, as far as mesh and model have them."""
     sequence_parallel: bool = False
     """Split the residual stream between blocks over tp as well: adds residual_seq=tp to the layout."""
     microbatches: int = 1
     """Parts that a step's batch is cut into, one after another through the model."""
     schedule: str = "1f1b"
-    """Order of forward and backward work under a pipeline (mesh axis pp): 1f1b or gpipe."""
+    """Order of the work under a pipeline (mesh axis pp): 1f1b or gpipe."""
     recompute: Literal["none", "full"] = "none"
     """full keeps only the inputs of each block and computes the rest again in the backward."""
     steps: int = 200
@@ -111,6 +113,7 @@ class TrainConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it is a number of at least 1")
         layout = self.parsed_layout(("batch", "residual_seq"))
+        self._check_every_axis_is_used(mesh)
         axes = layout.get("batch", ())
         parts = self.microbatches * mesh.extent([axes] if isinstance(axes, str) else axes)
         if self.batch is not None and self.batch % parts:
@@ -123,6 +126,20 @@ class TrainConfig:
             raise ValueError(f"dropout is {self.dropout}; it is a probability of at least 0 and below 1")
         if self.optimizer.lr <= 0:
             raise ValueError(f"optimizer.lr is {self.optimizer.lr}; it is above 0")
+
+    def _check_every_axis_is_used(self, mesh: Mesh) -> None:
+        """Ranks along an axis that splits nothing would all do the same work."""
+        placed = DEFAULT_LAYOUT if self.layout is None else parse_layout(self.layout, mesh)
+        used = {axis for axes in placed.values() for axis in ([axes] if isinstance(axes, str) else axes)} | {"pp"}
+        if self.sequence_parallel:
+            used.add("tp")
+        for axis in mesh.names:
+            if mesh.shape[axis] > 1 and axis not in used:
+                whose = "the default layout" if self.layout is None else f"layout {self.layout!r}"
+                raise ValueError(
+                    f"mesh {self.mesh!r} has the axis {axis!r}, which {whose} does not use: its {mesh.shape[axis]} ranks would "
+                    f"repeat one another. Say what it splits, as in --layout batch={axis}, or leave it out"
+                )
 
 
 def parse_layout(text: str, mesh: Mesh) -> dict[str, str | tuple[str, ...]]:
@@ -144,8 +161,8 @@ def parse_layout(text: str, mesh: Mesh) -> dict[str, str | tuple[str, ...]]:
     return layout
 
 
-def load(path: Path, otherwise: TrainConfig | None = None) -> TrainConfig:
-    """Read a YAML file over `otherwise` (the defaults).
+def load(path: Path, otherwise: Config) -> Config:
+    """Read a YAML file over `otherwise`, the defaults.
 
     Unknown keys and values of the wrong kind raise ValueError with the file, the key and the closest match.
     """
@@ -157,7 +174,7 @@ def load(path: Path, otherwise: TrainConfig | None = None) -> TrainConfig:
         content = {}
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; a configuration is keys and values, as in `steps: 200`")
-    config: TrainConfig = _record(otherwise or TrainConfig(), content, f"{path}: ")
+    config: Config = _record(otherwise, content, f"{path}: ")
     return config
 
 

@@ -43,10 +43,13 @@ def launch(ranks: int, command: Sequence[str]) -> None:
 
     # Ranks with a thread per core stall one another. torchrun gives each one thread; here they share out the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    elastic_log = logging.getLogger("torch.distributed.elastic")
-    level = elastic_log.level
-    # Its account of a failure is a page long and names no signal; RankFailure says the same in a line.
-    elastic_log.setLevel(logging.CRITICAL)
+    # Elastic's account of a failure is a page long and names no signal; RankFailure says the same in a line. Each of its modules
+    # has a level of its own.
+    ours = "torch.distributed.elastic"
+    logs = [logging.getLogger(name) for name in (ours, *logging.root.manager.loggerDict) if name.startswith(ours)]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with tempfile.TemporaryDirectory(prefix="phalanx_launch_") as log_dir:
             config = LaunchConfig(
@@ -68,9 +71,11 @@ def launch(ranks: int, command: Sequence[str]) -> None:
         raise _failure(error.failures, ranks) from None
     except SignalException as error:
         name = signal.Signals(error.sigval).name
-        raise RankFailure(f"the launcher was stopped by {name}; its {ranks} ranks were ended", 128 + error.sigval) from None
+        how = "interrupted" if error.sigval == signal.SIGINT else f"the launcher was stopped by {name}"
+        raise RankFailure(f"{how}; its {ranks} ranks were ended", 128 + error.sigval) from None
     finally:
-        elastic_log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def rank_command(args: Sequence[str]) -> list[str]:
