@@ -10,6 +10,7 @@ import torch
 import phalanx as phx
 from phalanx.models.llama import Llama, LlamaConfig, loss
 from phalanx.rules import table_for
+from phalanx.schedule.data import COUNT_BYTES, NORM_BYTES
 from phalanx.schedule.explain import Explanation, explain
 
 BATCH = {key: torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0)) for key in ("tokens", "targets")}
@@ -85,6 +86,36 @@ def test_a_real_step_moves_what_is_listed(mesh: phx.Mesh, options: dict[str, obj
                     calls, size = expected.get((axis, op), (0, 0))
                     expected[axis, op] = (calls + row.count, size + row.bytes * row.count)
         assert totals == expected, f"rank {rank.rank} at {rank.coordinates}"
+
+
+class Uneven(torch.nn.Module):
+    """Sizes that fill no cache line, in two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 3)
+        self.second = torch.nn.Linear(3, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).double())
+
+
+def test_reduce_is_listed_as_it_lies_in_memory() -> None:
+    """Of each dtype one call, and every parameter takes whole lines of 64 bytes."""
+    batch = {"x": torch.randn(4, 4)}
+
+    def total(outputs, batch):  # type: ignore[no-untyped-def]
+        return outputs.square().sum(), torch.ones_like(batch["x"][:, 0]).sum()
+
+    with phx.local(phx.Mesh(dp=2)) as world:
+        step = phx.parallelize(Uneven(), world, example=batch, loss=total)
+        step(batch)
+        world.worlds[0].ledger.start()
+        step(batch)
+        moved = [(e.name, e.bytes) for e in world.worlds[0].ledger.events]
+        listed = [row.bytes for row in explain(step.program, step.schedule).rows if row.why.startswith("REDUCE")]
+    assert sorted(listed) == [128, 128]  # float32: 12 and 3 elements; float64: 3 and 1
+    assert sorted(size for _, size in moved) == sorted([*listed, COUNT_BYTES, NORM_BYTES])
 
 
 def _ends(op: str, direction: str, host: int) -> list[tuple[str, int]]:

@@ -136,8 +136,9 @@ def test_tied_over_stages_is_summed_over_axes_then_hosts() -> None:
     view = toy(3, dp=2, tied=True)
     found = reductions(view, (0, 0, 1, 2, 2))
     for k in (0, 4):
-        axes, hosts = found[k].parts
-        assert (axes.axes, set(axes.parameters)) == (("dp",), {"embed", f"w{k}"})
+        own, tied, hosts = found[k].parts
+        assert (own.axes, own.parameters) == (("dp",), (f"w{k}",))
+        assert (tied.axes, tied.parameters) == (("dp",), ("embed",))  # alone, since it goes on over the hosts
         assert (hosts.coordinates, hosts.parameters, hosts.bytes) == ((0, 2), ("embed",), 400)
     schedule = build(view, "1f1b", 3, 4)
     # Both ends of the sum over hosts stand at the same point: after the last backward of the first segment.
@@ -219,7 +220,8 @@ def test_view_of_a_program() -> None:
     assert [m.name for m in block.outputs] == ["h"] == [m.name for m in head.inputs]  # the mask that nobody reads stays
     assert embed.inputs == () and head.outputs == () and head.output_grads == ()
     # Gradients accumulate in float32: 128/4 x 64 elements of 4 bytes.
-    assert embed.weights == (Weight("embed", 8192, ("dp",)),) and block.weights == (Weight("norm", 256, ("dp", "tp")),)
+    assert embed.weights == (Weight("embed", 8192, ("dp",), "bfloat16"),)
+    assert block.weights == (Weight("norm", 256, ("dp", "tp"), "bfloat16"),)
     assert view.hosts("embed") == (0, 2) and view.batch_axes == ("dp",)
     assert embed.param_bytes == 32 * 64 * 2
     check(build(view, "1f1b", 1, 2), view)

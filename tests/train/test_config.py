@@ -20,7 +20,8 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_yaml_fills_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
     config = load(
-        written(tmp_path, "steps: 7\nmesh: {dp: 2, tp: 2}\noptimizer: {lr: 3e-4, betas: [0.8, 0.9]}\ndata: some/text\n")
+        written(tmp_path, "steps: 7\nmesh: {dp: 2, tp: 2}\noptimizer: {lr: 3e-4, betas: [0.8, 0.9]}\ndata: some/text\n"),
+        TrainConfig(),
     )
     assert config == TrainConfig(
         steps=7, mesh="dp=2,tp=2", data=Path("some/text"), optimizer=OptimizerConfig(lr=3e-4, betas=(0.8, 0.9))
@@ -112,3 +113,15 @@ def test_sequence_parallel_adds_the_residual_stream() -> None:
 def test_check_raises_before_any_rank_starts(config: TrainConfig, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config.check()
+
+
+@pytest.mark.parametrize(
+    ("config", "axis"),
+    [(TrainConfig(mesh="ep=2"), "ep"), (TrainConfig(mesh="dp=2,tp=2", layout="batch=dp"), "tp")],
+)
+def test_an_axis_that_splits_nothing_is_refused(config: TrainConfig, axis: str) -> None:
+    """Its ranks would repeat one another, and a run would look parallel and be none."""
+    with pytest.raises(ValueError, match=f"has the axis '{axis}', which .* does not use: its 2 ranks would repeat"):
+        config.check()
+    TrainConfig(mesh="pp=2,ep=1,dp=2").check()
+    TrainConfig(mesh="dp=2,tp=2", layout="batch=dp", sequence_parallel=True).check()

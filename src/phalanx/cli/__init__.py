@@ -10,7 +10,11 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 COMMANDS = {
     "train": "Train a model on a mesh; starts the local ranks itself.",
@@ -49,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     command: Callable[[list[str]], int] = importlib.import_module(f"phalanx.cli.{name}").main
     try:
-        return command(rest)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(show_warning, warnings.showwarning)
+            return command(rest)
     except KeyboardInterrupt:
         # The launcher of local ranks says it once for all of them.
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
@@ -61,6 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILURE
     except Exception as error:  # noqa: BLE001 - the outermost frame: whatever it is, it is told
         return report(error, with_traceback)
+
+
+def show_warning(
+    otherwise: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *place: Any, **options: Any
+) -> None:
+    """A warning without the Python line that gave it, which nobody at a command line wrote; those of libraries as ever."""
+    if category is UserWarning and not Path(filename).is_file():
+        print(f"phalanx: warning: {message}", file=sys.stderr)
+    else:
+        otherwise(message, category, filename, *place, **options)
 
 
 def usage() -> str:

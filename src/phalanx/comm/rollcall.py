@@ -15,6 +15,7 @@ import torch.distributed as dist
 PATIENCE_SECONDS = 3.0
 """How long survivors give each other to say that they are alive. They notice a dead peer within milliseconds of a call."""
 _ALIVE = "alive"
+_GONE = "; the store at which ranks meet is gone, and with it rank 0, unless the launcher holds the store"
 
 
 def leave_word(rank: int, word: str = _ALIVE) -> Any:
@@ -34,7 +35,7 @@ def roll_call(rank: int, ranks: Sequence[int]) -> str:
     """
     store = leave_word(rank)
     if store is None:
-        return "; the store that ranks meet at is gone, and with it rank 0, unless the launcher held it" if rank else ""
+        return _GONE
     words: dict[int, str] = {}
     silent = [other for other in ranks if other != rank]
     until = time.monotonic() + PATIENCE_SECONDS
@@ -45,8 +46,8 @@ def roll_call(rank: int, ranks: Sequence[int]) -> str:
                     words[other] = store.get(f"phalanx/word/{other}").decode()
                     silent.remove(other)
             time.sleep(0.02 if silent else 0)
-    except RuntimeError:  # the store is gone; what is known by now is told
-        silent = []
+    except RuntimeError:
+        return _GONE
     blame = "".join(f"; rank {other} gave up with {word}" for other, word in sorted(words.items()) if word != _ALIVE)
     if silent:
         plural = "s" * (len(silent) > 1)

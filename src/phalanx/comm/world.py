@@ -14,12 +14,14 @@ from threading import Lock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from phalanx.comm.c10d import C10dTransport
 from phalanx.comm.launch import Launch, check_mesh, launch_from
 from phalanx.comm.ledger import Ledger, Recorded
 from phalanx.comm.threads import Fabric
-from phalanx.comm.transport import Group, Transport
+from phalanx.comm.transport import CommError, Group, Transport
 from phalanx.mesh import Mesh
 
 
@@ -177,7 +179,8 @@ def init(
 
     The device is the CUDA device of the local rank if there is one (over NCCL), else the CPU (over Gloo). Without a launcher, a
     mesh of one rank is a world without a process group. Where torch.distributed is initialised already, that is used and left
-    open. `timeout` is in seconds, for one communication. Raises ValueError if the mesh has more or fewer ranks than there are.
+    open. `timeout` is in seconds, for one communication. Raises ValueError if the mesh has more or fewer ranks than there are, and
+    CommError, with the ranks that are missing, if they do not all come within the timeout.
     """
     launch = launch_from(os.environ)
     if dist.is_initialized():
@@ -193,7 +196,7 @@ def init(
     if owns_default:
         dist.init_process_group(
             "nccl" if place.type == "cuda" else "gloo",
-            init_method=launch.rendezvous,
+            store=_meet(launch, timeout),
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=timeout),
@@ -201,6 +204,30 @@ def init(
         )
     transport = C10dTransport(place, timeout=timeout, owns_default=owns_default)
     return World(mesh, launch.rank, transport, device=place, epoch=launch.restarts, stage_sets=stage_sets, p2p=p2p)
+
+
+def _meet(launch: Launch, timeout: float) -> dist.Store:
+    """The store of this launch, once every rank has been there."""
+    this, patience = f"rank {launch.rank} of {launch.size}", timedelta(seconds=timeout)
+    try:
+        # As if for one rank: torch would wait for all of them as well, but does not say which are missing.
+        store, _, _ = next(rendezvous(launch.rendezvous, launch.rank, 1, timeout=patience))
+        present = PrefixStore("phalanx/present", store)
+        present.set(str(launch.rank), "")
+    except dist.DistError as error:
+        raise CommError(
+            f"{this} did not reach the store at which ranks meet ({launch.rendezvous}) within {timeout:g} s: rank 0, which holds it "
+            "unless the launcher does, did not come"
+        ) from error
+    try:
+        present.wait([str(rank) for rank in range(launch.size)], patience)
+    except dist.DistError as error:
+        missing = [str(rank) for rank in range(launch.size) if not present.check([str(rank)])]
+        plural = "s" * (len(missing) > 1)
+        raise CommError(
+            f"{this} waited {timeout:g} s for rank{plural} {', '.join(missing)}, which did not come to phx.init"
+        ) from error
+    return PrefixStore("phalanx/default", store)
 
 
 def _device(device: torch.device | str | None, local_rank: int) -> torch.device:

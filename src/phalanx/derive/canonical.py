@@ -7,6 +7,7 @@ meta["constant"].
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,7 @@ ASSERTIONS = frozenset(
         "sym_constrain_range_for_size",
     )
 )
+VIEWS = frozenset(["aten::view", "aten::reshape", "aten::_unsafe_view"])
 CASTS = frozenset(["aten::to", "aten::_to_copy", "aten::type_as"])
 NO_GRADIENT = frozenset(
     ["aten::detach"]
@@ -43,10 +45,12 @@ def canonicalise(graph: fx.Graph, regions: torch.nn.Module) -> None:
     inline_regions(graph, regions)
     drop_assertions(graph)
     refuse_data_dependent(graph)
+    expand_each(graph)
     functionalise(graph)
     drop_devices(graph)
     drop_identities(graph)
     unflatten_linear(graph)
+    split_before_permuting(graph)
     mark_requires_grad(graph)
     eliminate_dead(graph)
 
@@ -133,6 +137,24 @@ def drop_assertions(graph: fx.Graph) -> None:
         if schema_name(node) in ASSERTIONS:
             graph.erase_node(node)
     eliminate_dead(graph)
+
+
+def expand_each(graph: fx.Graph) -> None:
+    """broadcast_tensors, as in mse_loss, becomes an expand of each operand, or the operand where that has the shape already.
+
+    Export names everything that later reads such an operand by the common call, so a count of targets would read the model.
+    """
+    for node in list(graph.nodes):
+        if schema_name(node) != "aten::broadcast_tensors":
+            continue
+        for item in list(node.users):
+            operand = node.args[0][item.args[1]]
+            shape = item.meta["val"].shape
+            with graph.inserting_before(item):
+                same = operand.meta["val"].shape == shape
+                item.replace_all_uses_with(operand if same else emit(graph, aten.expand.default, (operand, list(shape)), item))
+            graph.erase_node(item)
+        graph.erase_node(node)
 
 
 def functionalise(graph: fx.Graph) -> None:
@@ -259,24 +281,75 @@ def drop_identities(graph: fx.Graph) -> None:
 
 
 def unflatten_linear(graph: fx.Graph) -> None:
-    """view(-1, K) → addmm → view, as GPT-2's Conv1D writes it, becomes one linear that keeps the leading dimensions apart."""
-    for addmm in list(graph.nodes):
-        if addmm.target is not aten.addmm.default or len(addmm.users) != 1 or addmm.kwargs:
+    """view(-1, K) → addmm or linear → view, as GPT-2's Conv1D and nn.MultiheadAttention write it, keeps the leading dimensions apart."""
+    for product in list(graph.nodes):
+        if product.target not in (aten.addmm.default, aten.linear.default) or len(product.users) != 1 or product.kwargs:
             continue
-        bias, flat, weight = addmm.args
-        unflatten = next(iter(addmm.users))
-        if not all(schema_name(node) in ("aten::view", "aten::reshape") for node in (flat, unflatten)):
+        unflatten = next(iter(product.users))
+        if product.target is aten.addmm.default:
+            bias, flat, weight = product.args
+            if bias.meta["val"].dim() != 1:
+                continue
+        else:
+            flat, weight, bias = (*product.args, None)[:3]
+        if not all(schema_name(node) in VIEWS for node in (flat, unflatten)) or flat.meta["val"].dim() != 2:
             continue
-        x = flat.args[0]
-        leading, inner, outer = x.meta["val"].shape[:-1], x.meta["val"].shape[-1], addmm.meta["val"].shape[-1]
-        flattened = flat.meta["val"].shape == (leading.numel(), inner)
-        restored = unflatten.meta["val"].shape == (*leading, outer)
-        if not flattened or not restored or bias.meta["val"].dim() != 1:
+        leading, outer = unflatten.meta["val"].shape[:-1], product.meta["val"].shape[-1]
+        if unflatten.meta["val"].shape[-1] != outer:
             continue
         with graph.inserting_before(unflatten):
-            transposed = emit(graph, aten.t.default, (weight,), addmm)
-            unflatten.replace_all_uses_with(emit(graph, aten.linear.default, (x, transposed, bias), addmm))
+            x = flat.args[0]
+            if x.meta["val"].shape[:-1] != leading:
+                x = emit(graph, aten.reshape.default, (x, [*leading, flat.meta["val"].shape[-1]]), flat)
+            if product.target is aten.addmm.default:
+                weight = emit(graph, aten.t.default, (weight,), product)
+            unflatten.replace_all_uses_with(emit(graph, aten.linear.default, (x, weight, bias), product))
     eliminate_dead(graph)
+
+
+def split_before_permuting(graph: fx.Graph) -> None:
+    """view → transpose → view, whose second view splits what the first merged, becomes view → permute.
+
+    nn.MultiheadAttention merges batch and heads so: (L, B, H d) → (L, B H, d) → (B H, L, d) → (B, H, L, d). Merged, only the batch
+    could stay split.
+    """
+    for last in list(graph.nodes):
+        turn = last.args[0] if last.args else None
+        first = turn.args[0] if isinstance(turn, fx.Node) and turn.args else None
+        if schema_name(last) not in VIEWS or not isinstance(turn, fx.Node) or not isinstance(first, fx.Node):
+            continue
+        if schema_name(turn) != "aten::transpose" or schema_name(first) not in VIEWS or len(turn.users) != 1:
+            continue
+        pieces = _split_dimensions(tuple(turn.meta["val"].shape), tuple(last.meta["val"].shape))
+        if pieces is None:
+            continue
+        order = list(range(len(pieces)))
+        a, b = (argument(turn, name) % len(order) for name in ("dim0", "dim1"))
+        order[a], order[b] = order[b], order[a]
+        # dimension d of `first` is dimension order[d] of `turn`
+        sizes = [pieces[order[dim]] for dim in range(len(order))]
+        starts = {order[dim]: sum(map(len, sizes[:dim])) for dim in range(len(order))}
+        permutation = [starts[dim] + at for dim in range(len(order)) for at in range(len(pieces[dim]))]
+        with graph.inserting_before(last):
+            apart = emit(graph, aten.reshape.default, (first.args[0], [size for group in sizes for size in group]), first)
+            last.replace_all_uses_with(emit(graph, aten.permute.default, (apart, permutation), last))
+    eliminate_dead(graph)
+
+
+def _split_dimensions(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """For each dimension before, the dimensions after that it is split into; None if a dimension is merged."""
+    groups: list[tuple[int, ...]] = []
+    at = 0
+    for size in before:
+        group = [after[at]] if at < len(after) else []
+        at += 1
+        while at < len(after) and math.prod(group) < size:
+            group.append(after[at])
+            at += 1
+        if math.prod(group) != size or not group:
+            return None
+        groups.append(tuple(group))
+    return groups if at == len(after) else None
 
 
 def mark_requires_grad(graph: fx.Graph) -> None:

@@ -175,7 +175,9 @@ def _export(step: _Step, batch: dict[str, Tensor], fake: FakeTensorMode) -> tupl
     except Exception as error:
         place = reject.line_of_error(error)
         if isinstance(error, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
-            raise ValueError(reject.data_dependent_message(place or "in an unknown line")) from error
+            raise ValueError(reject.data_dependent_message(place or "in an unknown line")) from None
+        if isinstance(error, ValueError) and reject.raised_here(error):
+            raise ValueError(str(error)) from None  # it says what is wrong; a hundred frames of tracing would hide that
         if place:
             error.add_note(f"while the model was captured, at {place}")
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -15,6 +16,7 @@ from phalanx.derive.program import Captured
 
 aten = torch.ops.aten
 SPLITS = frozenset((aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split))
+ONE_TO_ONE = frozenset((aten.permute, aten.transpose, aten.unsqueeze, aten.squeeze, aten.contiguous, aten.clone))
 VIEWS = frozenset((aten.view, aten.reshape, aten.unflatten, aten._unsafe_view))
 
 
@@ -48,6 +50,8 @@ def head_counts(captured: Captured, parts: Mapping[str, Mapping[int, tuple[int, 
                 split = [dim for dim in right if after[dim] != 1]
                 if len(left) != 1 or len(split) < 2:
                     continue
+                if len(split) == 2 and any(at == left[0] for _, at, _ in _taken_apart(node)):
+                    continue
                 for param, at in _origins(source, left[0]):
                     if param in names:
                         sizes = parts.get(names[param], {}).get(at)
@@ -69,12 +73,12 @@ def _taken_apart(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[int, ...]]
         dim, sizes = split_sizes(node)
         yield tensors(node)[0], dim, sizes
     elif packet in VIEWS:
-        # (..., 3 * heads * width) seen as (..., 3, heads, width)
+        # (..., 3 * heads * width) seen as (..., 3, heads, width) or (..., 3, heads * width)
         source = tensors(node)[0]
         before, after = shape_of(source), shape_of(node)
         for left, right in regroup(before, after):
             split = [dim for dim in right if after[dim] != 1]
-            if len(left) == 1 and len(split) == 3 and after[split[0]] in (2, 3) and _read_part_by_part(node, split[0]):
+            if len(left) == 1 and len(split) in (2, 3) and after[split[0]] in (2, 3) and _read_part_by_part(node, split[0]):
                 yield source, left[0], (before[left[0]] // after[split[0]],) * after[split[0]]
     elif node.op == "call_function" or node.op == "placeholder":
         yield from _slices_of(node)
@@ -85,9 +89,9 @@ def _read_part_by_part(node: fx.Node, dim: int) -> bool:
     at = dim
     for user in node.users:
         packet = getattr(user.target, "overloadpacket", None)
-        if packet in (aten.permute, aten.transpose):
+        if packet in ONE_TO_ONE:
             form = _form(user)
-            if form is None or not _read_part_by_part(user, form.results[0].index(at)):
+            if form is None or at not in form.results[0] or not _read_part_by_part(user, form.results[0].index(at)):
                 return False
         elif packet not in (aten.unbind, aten.select, aten.split, aten.chunk):
             return False
@@ -130,6 +134,17 @@ def _origins(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
         if getattr(source.target, "overloadpacket", None) in SPLITS:
             yield from _origins(tensors(source)[0], dim)
         return
+    if packet in VIEWS:
+        # of (..., parts, size), the size leads back to the whole of the fused dimension
+        after = shape_of(node)
+        for source, at, sizes in _taken_apart(node):
+            if (
+                dim
+                and after[dim - 1 : dim + 1] == (len(sizes), sizes[0])
+                and math.prod(after[:dim]) == len(sizes) * math.prod(shape_of(source)[:at])
+            ):
+                yield from _origins(source, at)
+                return
     form = _form(node)
     if form is None or len(form.results) != 1:
         return

@@ -39,6 +39,10 @@ def loss_tensors(outputs: Any, explicit: bool) -> tuple[Tensor, ...]:
             raise ValueError(f"the model returns {type(outputs).__name__} without a loss (no labels in the batch?): {HINT}")
         outputs = found
     tensors = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+    if len(tensors) == 2 and isinstance(tensors[0], Tensor) and isinstance(tensors[1], int | float):
+        raise ValueError(
+            f"the count that the loss returned is {tensors[1]}, a number, but a step counts what each rank has of the batch: {HINT}"
+        )
     if len(tensors) > 2 or not all(isinstance(t, Tensor) and t.dim() == 0 for t in tensors):
         shown = ", ".join(f"tensor{tuple(t.shape)}" if isinstance(t, Tensor) else repr(t)[:40] for t in tensors)
         raise ValueError(f"the {'loss' if explicit else 'model'} returned ({shown}), not a scalar or (sum, count): {HINT}")

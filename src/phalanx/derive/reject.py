@@ -72,6 +72,14 @@ def _line_of_trace(text: str) -> str:
     return user_line((path, int(line)) for path, line in _FRAME.findall(text))
 
 
+def raised_here(error: BaseException) -> bool:
+    """True if this package raised it, not the user's code or torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("phalanx.")
+
+
 def line_of_error(error: BaseException) -> str:
     """The user's line in the traceback of an exception or of what caused it."""
     cause: BaseException | None = error

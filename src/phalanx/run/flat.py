@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.derive.program import Parameter
+from phalanx.schedule.view import stored_numel
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Place:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def stored(self) -> int:
+        """Elements until the next parameter."""
+        return stored_numel(self.numel, self.parameter.dtype.itemsize)
+
 
 @dataclass(eq=False)
 class Gradients:
@@ -43,7 +49,7 @@ class Gradients:
     start: int
     data: Tensor
     gaps: list[Tensor]
-    """What lies between parameters: it is summed and updated with them, and must stay zero."""
+    """What lies behind parameters: it is summed and updated with them, and must stay zero."""
     held: bool = True
 
     def hold(self) -> None:

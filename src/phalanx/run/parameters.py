@@ -22,8 +22,6 @@ from phalanx.run.gather import from_stage, gather
 from phalanx.run.sums import sum_over
 from phalanx.spec import Spec, owner, shard
 
-ALIGNMENT_BYTES = 64
-"""Every parameter starts on a cache line, which is also what vector loads on either device want."""
 NORM_CHUNK = 4096
 """Elements summed in the gradient's own dtype; chunks are added in float64. One float32 norm over 16M elements is off by 1.3e-3,
 chunks by 2e-9 at the same speed; converting the whole buffer to float64 first is twenty times slower."""
@@ -112,21 +110,19 @@ class Parameters:
             # Nothing here may depend on the rank, since ranks that reduce together must lay out alike: who counts an element
             # differs among them, the axes that decide it do not.
             places.sort(key=lambda p: (p.hosts[0], p.axes, p.stages, sorted(p.parameter.spec.varying), str(p.group)))
-            laid, start, step = [], 0, max(1, ALIGNMENT_BYTES // dtype.itemsize)
+            laid, start = [], 0
             for place in places:
                 laid.append(replace(place, start=start))
-                start += -(-place.numel // step) * step
+                start += place.stored
             values = torch.zeros(start, dtype=dtype, device=self.world.device)
             gradients = {}
             for segment, run in itertools.groupby(laid if trainable else (), lambda place: place.hosts[0]):
                 own = list(run)
-                numel = own[-1].start + own[-1].numel - own[0].start
+                first = own[0].start
+                numel = own[-1].start + own[-1].stored - first
                 data = torch.zeros(numel, dtype=accumulator(dtype), device=self.world.device)
-                spans = [
-                    (at.start + at.numel - own[0].start, after.start - own[0].start) for at, after in itertools.pairwise(own)
-                ]
-                gaps = [data[start:stop] for start, stop in spans if start < stop]
-                gradients[segment] = Gradients(own[0].start, data, gaps)
+                ends = [(place.start + place.numel - first, place.start + place.stored - first) for place in own]
+                gradients[segment] = Gradients(first, data, [data[end:stop] for end, stop in ends if end < stop])
             flats.append(Flat(dtype, trainable, tuple(laid), values, gradients))
         return tuple(flats)
 
@@ -138,7 +134,7 @@ class Parameters:
                 for shared, run in itertools.groupby(flat.places, key):
                     places = tuple(run)
                     if shared is not None:
-                        spans.append(Span(flat, places, places[0].start, places[-1].start + places[-1].numel))
+                        spans.append(Span(flat, places, places[0].start, places[-1].start + places[-1].stored))
         return spans
 
     def _segment_targets(self, index: int) -> list[tuple[str, Tensor, bool]]:

@@ -57,8 +57,8 @@ def reductions(view: View, coordinates: Sequence[int]) -> dict[int, Reduction]:
     coordinates is then summed over those, as a rule by the same REDUCE.
     """
     owners = _owners(view, coordinates)
-    over_axes: dict[int, dict[tuple[str, ...], list[Weight]]] = {}
-    over_hosts: dict[int, dict[tuple[int, ...], list[Weight]]] = {}
+    over_axes: dict[int, dict[tuple[tuple[str, ...], str, str], list[Weight]]] = {}
+    over_hosts: dict[int, dict[tuple[tuple[int, ...], str], list[Weight]]] = {}
     earlier: dict[int, set[int]] = {k: set() for k in range(len(view.segments))}
     after = {k: {k} for k in range(len(view.segments))}
     for k, segment in enumerate(view.segments):
@@ -68,19 +68,21 @@ def reductions(view: View, coordinates: Sequence[int]) -> dict[int, Reduction]:
             if k != here[0]:
                 continue
             after[k].update(here)
+            # A parameter that several coordinates share is summed by itself, since it is summed over them next.
+            alone = weight.name if len(here) < len(hosts) else ""
             if weight.axes:
-                over_axes.setdefault(k, {}).setdefault(weight.axes, []).append(weight)
+                over_axes.setdefault(k, {}).setdefault((weight.axes, weight.dtype, alone), []).append(weight)
             if len(here) < len(hosts):
                 owner = owners[hosts, coordinates[k]]
                 after[owner].update(here)
-                over_hosts.setdefault(owner, {}).setdefault(hosts, []).append(weight)
+                over_hosts.setdefault(owner, {}).setdefault((hosts, weight.name), []).append(weight)
                 if weight.axes and owner != k:
                     earlier[owner].add(k)
     found = {}
     for k in sorted({*over_axes, *over_hosts}):
-        parts = [_part(weights, axes=axes) for axes, weights in sorted(over_axes.get(k, {}).items())]
-        # One part per set of hosts, in the order of hosts: every coordinate then makes the same parts in the same order.
-        for hosts, weights in sorted(over_hosts.get(k, {}).items()):
+        parts = [_part(weights, axes=axes) for (axes, _, _), weights in sorted(over_axes.get(k, {}).items())]
+        # In the order of hosts, then names: every coordinate then makes the same parts in the same order.
+        for (hosts, _), weights in sorted(over_hosts.get(k, {}).items()):
             parts.append(_part(weights, coordinates=tuple(sorted({coordinates[host] for host in hosts}))))
         found[k] = Reduction(k, tuple(parts), tuple(sorted(after[k])), tuple(sorted(earlier[k])))
     return found

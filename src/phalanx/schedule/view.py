@@ -31,9 +31,11 @@ class Weight:
 
     name: str
     bytes: int
-    """Of the gradient's accumulator on one rank."""
+    """Of the gradient's accumulator on one rank, as it lies in flat storage."""
     axes: tuple[str, ...] = ()
     """Mesh axes of more than one rank over which the gradient is partial after the backward, in mesh order."""
+    dtype: str = ""
+    """Of the parameter: gradients of two dtypes do not share a message."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,19 @@ def _message(mesh: Mesh, value: Value, name: str | None = None) -> Message:
 
 def _weight(program: Program, name: str) -> Weight:
     parameter = program.parameters[name]
-    numel = _numel(parameter.spec.local_shape(parameter.shape, program.mesh))
+    numel = stored_numel(_numel(parameter.spec.local_shape(parameter.shape, program.mesh)), parameter.dtype.itemsize)
     # Gradients accumulate in the wider of float32 and the parameter's own dtype.
-    return Weight(name, numel * max(4, parameter.dtype.itemsize), _shared(program.mesh, program.reduce_axes(name)))
+    size = numel * max(4, parameter.dtype.itemsize)
+    return Weight(name, size, _shared(program.mesh, program.reduce_axes(name)), str(parameter.dtype).removeprefix("torch."))
+
+
+ALIGNMENT_BYTES = 64
+
+
+def stored_numel(numel: int, itemsize: int) -> int:
+    """Elements that a parameter takes in flat storage: whole cache lines, which is also what vector loads on either device want."""
+    step = max(1, ALIGNMENT_BYTES // itemsize)
+    return -(-numel // step) * step
 
 
 def _shared(mesh: Mesh, axes: frozenset[str] | tuple[str, ...]) -> tuple[str, ...]:
