@@ -1,4 +1,4 @@
-"""What the README shows is true: its Python runs, its commands parse, its links exist."""
+"""What README and guide show is true: their Python runs and prints what they say, commands parse, links exist."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import tyro
 
-from phalanx.cli import COMMANDS, explain, options, train, verify
+from phalanx.cli import COMMANDS, explain, main, options, train, verify
 from phalanx.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 COMMAND = re.compile(r"^ +(?:\.venv/bin/)?phalanx ([^#\n]+)", re.MULTILINE)
 
@@ -26,24 +27,58 @@ def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "512" in shown.splitlines()[0]  # tokens: 8 × 64
     assert "REDUCE" in shown
+    assert shown.endswith("torch.Size([8, 64, 128])\n")
     scope["world"].close()
 
 
-@pytest.mark.parametrize("line", COMMAND.findall(README))
+@pytest.mark.filterwarnings("ignore:replicated, since no name matches")
+def test_the_guide_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its Python as one session, then `explain`. Losses are float32 of another machine: four digits of seven."""
+    scope: dict[str, Any] = {"__name__": "guide"}
+    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", GUIDE, re.DOTALL)
+    assert len(blocks) > 5
+    for code, printed in blocks:
+        exec(compile(code, "guide.md", "exec"), scope)
+        alike(capsys.readouterr().out, printed)
+    for command, printed in re.findall(r"\$ phalanx (explain .*)\n((?:.*\n)*?)```", GUIDE):
+        assert main(shlex.split(command)) == 0
+        alike(capsys.readouterr().out, printed)
+
+
+def alike(shown: str, said: str) -> None:
+    """Equal word by word; numbers with a decimal point to 1e-3."""
+    words, expected = re.findall(r"[\w.]+|\S", shown), re.findall(r"[\w.]+|\S", said)
+    assert len(words) == len(expected), shown
+    for word, other in zip(words, expected, strict=True):
+        if re.fullmatch(r"\d+\.\d+", other):
+            assert float(word) == pytest.approx(float(other), rel=1e-3)
+        else:
+            assert word == other, shown
+
+
+@pytest.mark.parametrize("line", COMMAND.findall(README + GUIDE))
 def test_commands_are_understood(line: str) -> None:
     name, *args = shlex.split(line)
     assert name in COMMANDS
-    rooms: dict[str, Any] = {"train": train, "verify": verify, "explain": explain}
+    rooms: dict[str, Any] = {
+        "train": (train, TrainConfig),
+        "verify": (verify, verify.Verified),
+        "explain": (explain, explain.Explained),
+    }
     if name in rooms and "--config" not in args:
-        room = rooms[name].Options
-        parsed = tyro.cli(room, args=args, default=room(run=options.defaults(args, TrainConfig())))
+        room, config = rooms[name]
+        parsed = tyro.cli(room.Options, args=args, default=room.Options(run=options.defaults(args, config())))
         parsed.run.check()
 
 
-@pytest.mark.parametrize("text", [README, CONTRIBUTING])
-def test_links_and_make_targets_exist(text: str) -> None:
+@pytest.mark.parametrize("text", [README, CONTRIBUTING, GUIDE])
+def test_links_exist(text: str) -> None:
     for link in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("text", [README, CONTRIBUTING])
+def test_make_targets_exist(text: str) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = set(re.findall(r"^ +make ([a-z]+)", text, re.MULTILINE))
     assert used

@@ -8,10 +8,11 @@ import pytest
 import tyro
 
 from phalanx.cli import COMMANDS, main
+from phalanx.cli.explain import Explained
 from phalanx.cli.options import defaults
 from phalanx.cli.run import split_at_script
 from phalanx.cli.train import Options
-from phalanx.train.config import OptimizerConfig, TrainConfig
+from phalanx.train.config import OptimizerConfig, TrainConfig, dump
 
 
 def parsed(*args: str) -> TrainConfig:
@@ -82,3 +83,30 @@ def test_what_is_behind_the_script_is_its_own() -> None:
 def test_run_names_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--ranks", "2", "no_such.py"]) == 2
     assert capsys.readouterr().err == "phalanx: no_such.py is not a file\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("explain", "--data"), ("explain", "--steps"), ("verify", "--out"), ("verify", "--held-out")]
+)
+def test_what_a_command_does_not_read_is_refused(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, option, "3"])
+    assert ended.value.code == 2
+    assert f"Unrecognized options: {option}" in capsys.readouterr().err
+
+
+def test_a_file_may_say_what_a_command_does_not_read(tmp_path: Path) -> None:
+    """The configuration that a run leaves is one to explain."""
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(TrainConfig(model="mlp", steps=9, data=Path("text"), out=Path("runs/a"))))
+    read = defaults(["--config", str(path)], Explained())
+    assert (type(read), read.model, read.steps, read.data) == (Explained, "mlp", 9, Path("text"))
+
+
+@pytest.mark.parametrize("args", [["--data", "no/such/text"], ["--schedule", "1f2b"], ["--mesh", "ep=2"]])
+def test_a_mistake_that_needs_no_model_is_told_before_ranks_start(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--mesh", "dp=2", *args]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""  # it would say that ranks are started
+    assert told.err.startswith("phalanx: ")
+    assert "rank 0" not in told.err

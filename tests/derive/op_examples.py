@@ -369,7 +369,16 @@ SPATIAL = [
     e(aten.im2col.default, t(4, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2]),
 ]
 ATTENTION = [
-    e(aten.scaled_dot_product_attention.default, t(4, 4, 8, 4), t(4, 4, 8, 4), t(4, 4, 8, 2), None, 0.0, True, free=((0, 0), (0, 1))),
+    e(
+        aten.scaled_dot_product_attention.default,
+        t(4, 4, 8, 4),
+        t(4, 4, 8, 4),
+        t(4, 4, 8, 2),
+        None,
+        0.0,
+        True,
+        free=((0, 0), (0, 1)),
+    ),
     e(aten.scaled_dot_product_attention.default, t(4, 4, 4, 4), t(4, 4, 8, 4), t(4, 4, 8, 4), t(4, 1, 4, 8), scale=0.3),
     e(aten.scaled_dot_product_attention.default, t(4, 4, 4, 4), t(4, 4, 8, 4), t(4, 4, 8, 4), bools(4, 8)),
     e(aten.scaled_dot_product_attention.default, t(4, 4, 4, 4), t(4, 2, 4, 4), t(4, 2, 4, 4), enable_gqa=True),

@@ -234,6 +234,16 @@ def test_a_loop_of_ones_own(mesh: str) -> None:
             assert all(torch.equal(state[name], x) for name, x in model().state_dict().items())
 
 
+def test_the_module_of_one_rank_cannot_be_called_alone() -> None:
+    """It would wait a minute for ranks that nobody has started."""
+    with LocalWorld(Mesh(dp=2), timeout=20) as world:
+        modules = shard(model(), world, example=batch(0), loss=loss)
+        with pytest.raises(ValueError, match=r"the module of rank 1 of 2, .* as in world\.run"):
+            modules[1](batch(0))
+        first, second = world.run(lambda rank, mine: mine(batch(0)).item(), modules)
+        assert first == second
+
+
 def test_a_loop_of_ones_own_has_no_pipeline() -> None:
     with LocalWorld(Mesh(pp=2), timeout=20) as world, pytest.raises(ValueError, match="runs no pipeline"):
         shard(model(), world, example=batch(0), loss=loss)

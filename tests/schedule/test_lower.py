@@ -221,7 +221,7 @@ def test_view_of_a_program() -> None:
     assert embed.inputs == () and head.outputs == () and head.output_grads == ()
     # Gradients accumulate in float32: 128/4 x 64 elements of 4 bytes.
     assert embed.weights == (Weight("embed", 8192, ("dp",), "bfloat16"),)
-    assert block.weights == (Weight("norm", 256, ("dp", "tp"), "bfloat16"),)
+    assert block.weights == (Weight("norm", 256, ("dp", "tp"), "float32"),)
     assert view.hosts("embed") == (0, 2) and view.batch_axes == ("dp",)
     assert embed.param_bytes == 32 * 64 * 2
     check(build(view, "1f1b", 1, 2), view)

@@ -206,7 +206,7 @@ def init(
     return World(mesh, launch.rank, transport, device=place, epoch=launch.restarts, stage_sets=stage_sets, p2p=p2p)
 
 
-def _meet(launch: Launch, timeout: float) -> dist.Store:
+def _meet(launch: Launch, timeout: float) -> PrefixStore:
     """The store of this launch, once every rank has been there."""
     this, patience = f"rank {launch.rank} of {launch.size}", timedelta(seconds=timeout)
     try:

@@ -16,6 +16,7 @@ import phalanx.comm.collectives  # noqa: F401 - registers the operators that low
 from phalanx.derive.bounds import index_bounds
 from phalanx.derive.capture import Loss, Prepare, capture
 from phalanx.derive.hints import hints_by_node, hints_within
+from phalanx.derive.coupling import refuse_coupling, samples
 from phalanx.derive.lower import lower
 from phalanx.derive.names import Layout, Placements, compile_names
 from phalanx.derive.program import Captured, Origin, Parameter, Piece, Program, Segment, SegmentClass, Source, Value
@@ -39,13 +40,22 @@ def derive(
     device: torch.device | str = "cpu",
     prepare: Prepare | None = None,
     recompute: Literal["none", "full"] = "none",
+    batch_coupling: Literal["microbatch"] | None = None,
 ) -> Program:
     """The Program of one training step of `model` on `mesh`.
 
     example is the global step batch. names and layout are described in `derive.names`, loss and prepare in `derive.capture`.
+    What mixes samples is computed over the whole batch; with several microbatches that is refused, unless batch_coupling says
+    that each microbatch is to be mixed alone.
     Raises ValueError for everything that is wrong with them, before anything is computed.
     """
     captured = capture(model, example, loss, microbatch_of=microbatches, blocks=blocks, train=train, prepare=prepare)
+    if microbatches > 1 and batch_coupling is None:
+        # of a microbatch of one sample nothing can be told, so the whole batch is looked at
+        whole = (
+            captured if samples(captured) > 1 else capture(model, example, loss, blocks=blocks, train=train, prepare=prepare)
+        )
+        refuse_coupling(whole, microbatches)
     return derive_captured(
         captured, mesh, names=names, layout=layout, microbatches=microbatches, device=device, recompute=recompute
     )

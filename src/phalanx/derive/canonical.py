@@ -258,14 +258,20 @@ def drop_devices(graph: fx.Graph) -> None:
 
 
 def drop_identities(graph: fx.Graph) -> None:
-    """Ops that return their input: casts to the same dtype, dropout that is off, aliases, copies of constants."""
+    """Ops that return their input: casts to the same dtype, dropout that is off, aliases, copies of constants, sums with zero.
+
+    The last are how people start a sum of losses. They would hide that it is linear.
+    """
     for node in list(graph.nodes):
         name = schema_name(node)
+        if name == "aten::add" and isinstance(node.args[1], fx.Node) and _is_zero(node.args[0]) and not node.kwargs:
+            node.args = (node.args[1], node.args[0])
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
         idle = name in ("aten::alias", "aten::lift_fresh_copy", "aten::lift_fresh")
         idle |= name == "aten::to" and source.meta["val"].dtype == node.meta["val"].dtype
+        idle |= name == "aten::add" and _adds_nothing(node)
         idle |= name == "aten::dropout" and (not argument(node, "train") or argument(node, "p") == 0)
         if idle:
             # a module that does nothing still has an output that can be named: what went in
@@ -278,6 +284,21 @@ def drop_identities(graph: fx.Graph) -> None:
                 value = node.meta["constant"]
                 node.replace_all_uses_with(emit(graph, aten.full.default, ([], value.item()), node, dtype=value.dtype))
             graph.erase_node(node)
+
+
+def _adds_nothing(node: fx.Node) -> bool:
+    x, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return _is_zero(node.args[1]) and x.shape == value.shape and x.dtype == value.dtype
+
+
+def _is_zero(value: Any) -> bool:
+    """The number, or a tensor filled with it."""
+    if isinstance(value, fx.Node):
+        if value.op == "get_attr":
+            return value.meta["constant"].dim() == 0 and value.meta["constant"].item() == 0
+        name = schema_name(value)
+        return name in ("aten::zeros", "aten::zeros_like") or (name == "aten::full" and value.args[1] == 0)
+    return isinstance(value, int | float) and value == 0
 
 
 def unflatten_linear(graph: fx.Graph) -> None:

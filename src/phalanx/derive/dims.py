@@ -22,14 +22,18 @@ VIEWS = frozenset((aten.view, aten.reshape, aten.unflatten, aten._unsafe_view))
 
 def infer_parts(captured: Captured) -> dict[str, dict[int, tuple[int, ...]]]:
     """{parameter: {dimension: part sizes}} where a projection's result is taken apart by split, chunk, slices or a view."""
-    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    cuts: dict[tuple[str, int], set[int]] = {}
     for piece in captured.pieces:
         names = dict(zip(_placeholders(piece.graph.graph), piece.params, strict=False))
         for node in piece.graph.graph.nodes:
             for source, dim, sizes in _taken_apart(node):
-                for param, at in _origins(source, dim):
+                for param, at, start in _origins(source, dim):
                     if param in names and len(sizes) > 1:
-                        found.setdefault(names[param], {})[at] = sizes
+                        ends = itertools.accumulate(sizes, initial=start)
+                        cuts.setdefault((names[param], at), {0, shape_of(param)[at]}).update(ends)
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for (name, at), places in cuts.items():
+        found.setdefault(name, {})[at] = tuple(b - a for a, b in itertools.pairwise(sorted(places)))
     return found
 
 
@@ -52,7 +56,7 @@ def head_counts(captured: Captured, parts: Mapping[str, Mapping[int, tuple[int, 
                     continue
                 if len(split) == 2 and any(at == left[0] for _, at, _ in _taken_apart(node)):
                     continue
-                for param, at in _origins(source, left[0]):
+                for param, at, _ in _origins(source, left[0]):
                     if param in names:
                         sizes = parts.get(names[param], {}).get(at)
                         whole = sizes and len(sizes) == after[split[0]] and len(split) > 2
@@ -119,38 +123,40 @@ def _slices_of(node: fx.Node) -> Iterator[tuple[fx.Node, int, tuple[int, ...]]]:
             yield node, dim, tuple(stop - start for start, stop in spans)
 
 
-def _origins(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
-    """Parameters' dimensions that a value's dimension comes from, one to one, through the labels of the rules."""
+def _origins(node: fx.Node, dim: int, start: int = 0) -> Iterator[tuple[fx.Node, int, int]]:
+    """Parameters' dimensions that a value's dimension comes from, one to one, through the labels of the rules; and where it starts
+    there: a piece of a fused projection leads back to the whole of it.
+    """
     if node.op == "placeholder":
-        yield node, dim
+        yield node, dim, start
         return
     packet = getattr(node.target, "overloadpacket", None)
     if packet in SPLITS or node.op != "call_function":
         return
     if getattr(node.target, "__name__", "") == "getitem":
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        # a piece of a fused projection leads back to the whole of it
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
         if getattr(source.target, "overloadpacket", None) in SPLITS:
-            yield from _origins(tensors(source)[0], dim)
+            along, sizes = split_sizes(source)
+            yield from _origins(tensors(source)[0], dim, start + sum(sizes[:index]) if dim == along else start)
         return
     if packet in VIEWS:
         # of (..., parts, size), the size leads back to the whole of the fused dimension
         after = shape_of(node)
         for source, at, sizes in _taken_apart(node):
-            if (
-                dim
-                and after[dim - 1 : dim + 1] == (len(sizes), sizes[0])
-                and math.prod(after[:dim]) == len(sizes) * math.prod(shape_of(source)[:at])
-            ):
-                yield from _origins(source, at)
+            before = shape_of(source)
+            follows = dim > 0 and math.prod(after[:dim]) == len(sizes) * math.prod(before[:at])
+            if follows and after[dim - 1 : dim + 1] == (len(sizes), sizes[0]):
+                yield from _origins(source, at, start)
                 return
     form = _form(node)
     if form is None or len(form.results) != 1:
         return
     label = form.results[0][dim]
     if packet is aten.slice and label is None:
-        yield from _origins(tensors(node)[0], dim)
+        operand = tensors(node)[0]
+        first = argument(node, "start", 0)
+        yield from _origins(operand, dim, start + (first + shape_of(operand)[dim] if first < 0 else first))
         return
     if label is None:
         return
@@ -158,7 +164,7 @@ def _origins(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
         return
     for operand, labels in zip(tensors(node), form.operands, strict=True):
         if label in labels:
-            yield from _origins(operand, labels.index(label))
+            yield from _origins(operand, labels.index(label), start)
 
 
 def _form(node: fx.Node) -> Form | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.comm.transport import Handle
+from phalanx.comm.transport import CommError, Handle
 from phalanx.comm.world import World
 from phalanx.derive.program import Program
 from phalanx.derive.watch import Watched
@@ -24,6 +24,7 @@ from phalanx.run.clock import Clock, Mark
 from phalanx.run.gather import from_stage, gather
 from phalanx.run.non_finite import exits, first_in_forward
 from phalanx.run.optimizer import Optimizer
+from phalanx.run.origin import graph_origin
 from phalanx.run.parameters import Parameters, contributes
 from phalanx.schedule.actions import Action, Schedule
 
@@ -150,11 +151,23 @@ class Executor:
             self._run_observed(bound)
             return
         wait = bound.machine.wait
-        for waits, operation, _ in bound.operations:
-            if waits:
-                wait(waits)
-            operation()
-        bound.machine.drain()
+        action = None
+        try:
+            for waits, operation, action in bound.operations:  # noqa: B007 - read below if one fails
+                if waits:
+                    wait(waits)
+                operation()
+            bound.machine.drain()
+        except (CommError, TimeoutError) as error:
+            raise type(error)(f"{error}{self._place(action, error)}") from error
+
+    def _place(self, action: Action | None, error: Exception) -> str:
+        """Where in the step a communication failed, and the user's line if it was inside a segment."""
+        if action is None:
+            return ""
+        segment = "" if action.segment is None else f" of segment {self.program.segments[action.segment].name}"
+        line = graph_origin(error.__traceback__)
+        return f"; in {action}{segment}, step {self._step}" + (f", from {line}" if line else "")
 
     def _run_observed(self, bound: Bound) -> None:
         """The same, telling the ledger what each call is for and, if asked, when each action began and ended."""

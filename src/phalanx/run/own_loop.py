@@ -6,6 +6,7 @@ No pipeline and no microbatches here: what needs a list of actions is `paralleli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import current_thread
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import hf, random
 from phalanx.comm.local import LocalWorld
+from phalanx.comm.threads import ThreadTransport
 from phalanx.comm.world import World
 from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss
@@ -121,6 +123,12 @@ class Sharded(nn.Module):
         Several calls before a step average by call if you divide by their number; with `count`, the number of valid tokens in
         all of them together, their losses add up to the exact mean over tokens.
         """
+        alone = isinstance(self.world.transport, ThreadTransport) and not current_thread().name.startswith("phx-rank-")
+        if alone and self.world.mesh.size > 1:
+            raise ValueError(
+                f"this is the module of rank {self.world.rank} of {self.world.mesh.size}, and the others would never come: on a local "
+                "world all call theirs together, as in world.run(lambda rank, m: m(batch).item(), modules)"
+            )
         if not self._ready:
             self._build(batch)
         part = microbatches(batch, self.program, self.world, local=local)[0]

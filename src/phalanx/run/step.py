@@ -54,6 +54,7 @@ def parallelize(
     train: bool = True,
     recompute: Literal["none", "full"] = "none",
     prepare: Prepare | None = None,
+    batch_coupling: Literal["microbatch"] | None = None,
     seed: int = 0,
 ) -> Step:
     """A training step of `model` on every rank of `world`, with all communication derived.
@@ -69,6 +70,8 @@ def parallelize(
     max_norm   clip gradients to this global norm
     blocks     pattern of the modules to cut at, if the repeated blocks are not to be found by themselves
     prepare    context to trace in; chosen for Hugging Face models if None
+    batch_coupling  "microbatch" lets what mixes samples (batch statistics) see one microbatch at a time; without it, such a model
+               is refused if there are several microbatches
 
     On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes,
     for what does not fit together.
@@ -81,6 +84,7 @@ def parallelize(
     program = derive(
         model, world.mesh, example=example, names=names, layout=layout, loss=loss, microbatches=microbatches, blocks=blocks,
         train=train, device="cpu" if isinstance(world, LocalWorld) else world.device.type, prepare=prepare, recompute=recompute,
+        batch_coupling=batch_coupling,
     )  # fmt: skip
     warn_of_losses(program, world)
     view = from_program(program)

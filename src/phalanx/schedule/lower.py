@@ -25,7 +25,7 @@ def build(view: View, name: str, pp: int, microbatches: int) -> Schedule:
     if pp != view.pp:
         raise ValueError(f"the schedule is for pp={pp}, but the mesh {view.mesh!r} has pp={view.pp}")
     order = compute_order(name, pp, microbatches)
-    placed = stages(len(view.segments), len(order.host))
+    placed = stages(len(view.segments), len(order.host), prologue=view.prologue)
     return lower(view, order, placed, microbatches, name if pp > 1 else "accumulation")
 
 

@@ -65,6 +65,8 @@ class View:
     segments: tuple[SegmentView, ...]
     batch_axes: tuple[str, ...] = ()
     """Axes of more than one rank over which COUNT sums."""
+    prologue: bool = True
+    """The first segment is what comes before the blocks, not a block itself."""
 
     @property
     def pp(self) -> int:
@@ -115,7 +117,7 @@ def from_program(program: Program) -> View:
                 flops=dict(graphs.flops) if graphs else {},
             )
         )
-    return View(mesh, tuple(segments), _shared(mesh, program.batch_axes))
+    return View(mesh, tuple(segments), _shared(mesh, program.batch_axes), program.segments[0].name == "prologue")
 
 
 def _incoming(mesh: Mesh, before: Segment | None, segment: Segment) -> tuple[tuple[Message, ...], tuple[Message, ...]]:

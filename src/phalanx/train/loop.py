@@ -50,7 +50,8 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
     here = world if isinstance(world, World) else world.worlds[0]
     folder = run_folder(config) if here.rank == 0 else None
     if folder is not None:
-        (folder / "config.yaml").write_text(dump(replace(config, out=folder)))
+        # Without the folder: a run from this file is another one, and would replace the metrics beside it.
+        (folder / "config.yaml").write_text(dump(replace(config, out=None)))
     if here.rank != 0:
         console = None
     if console is not None:

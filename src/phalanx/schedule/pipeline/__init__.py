@@ -26,20 +26,20 @@ def compute_order(name: str, pp: int, microbatches: int) -> Order:
     return SCHEDULES[name](pp, microbatches) if pp > 1 else one_f_one_b(1, microbatches)
 
 
-def stages(segments: int, count: int) -> tuple[tuple[int, ...], ...]:
+def stages(segments: int, count: int, prologue: bool = True) -> tuple[tuple[int, ...], ...]:
     """Segments of each of `count` stages: equal numbers of blocks, what is left over going one each to the earliest stages.
 
-    The first segment is the prologue and the last the epilogue; they join the first and the last stage and are not counted as
-    blocks. Raises ValueError if there are more stages than blocks.
+    The last segment is the epilogue and the first the prologue, unless the model starts with a block; they join the last and the
+    first stage and are not counted as blocks. Raises ValueError if there are more stages than blocks.
     """
     if count == 1:
         return (tuple(range(segments)),)
-    blocks = segments - 2
+    blocks = segments - 1 - prologue
     if blocks < count:
         raise ValueError(f"{count} pipeline stages need at least {count} blocks, but the model has {max(blocks, 0)}")
     share, rest = divmod(blocks, count)
     sizes = [share + (stage < rest) for stage in range(count)]
-    sizes[0] += 1
+    sizes[0] += prologue
     sizes[-1] += 1
     starts = [sum(sizes[:stage]) for stage in range(count)]
     return tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
