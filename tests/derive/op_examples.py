@@ -91,7 +91,7 @@ UNARY = [
     leaky_relu elu mish hardswish hardtanh isnan isinf floor ceil round trunc log_sigmoid hardsigmoid relu6 selu celu logit
     hardshrink softshrink erfc log2 log10 isfinite frac angle sgn tan asin acos atan sinh cosh nan_to_num neg contiguous clone
     alias detach lift_fresh_copy positive logical_not zeros_like ones_like empty_like resolve_conj resolve_neg conj
-    conj_physical""".split()
+    conj_physical""".split()  # noqa: SIM905
 ]
 BINARY = [
     e(getattr(getattr(aten, name), overload), *operands)

@@ -230,11 +230,14 @@ WRONG = {
 @pytest.mark.parametrize("target", WRONG, ids=str)
 def test_a_wrong_rule_is_noticed(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, target, WRONG[target])
-    examples = [e for e in EXAMPLES if target in (e.target, e.target.overloadpacket)]
-    with pytest.raises((AssertionError, RuntimeError)):
-        for example in examples:
-            reference = Reference(example)
+    references = [Reference(e) for e in EXAMPLES if target in (e.target, e.target.overloadpacket)]
+    noticed = 0
+    for reference in references:
+        try:
             reference.check(list(reference.placements()), Mesh(a=2))
+        except (AssertionError, RuntimeError):
+            noticed += 1
+    assert noticed
 
 
 def test_every_rule_has_an_example() -> None:

@@ -12,6 +12,8 @@ from phalanx.comm.local import LocalWorld
 from phalanx.mesh import Mesh
 from phalanx.run.step import Step, parallelize
 
+pytestmark = pytest.mark.filterwarnings("ignore:replicated, since no name matches")  # norms, as meant
+
 VOCAB, HIDDEN, BATCH, SEQ, LAYERS = 16, 8, 8, 4, 2
 # Sums of float64 in another order, of numbers near 1.
 EXACT = 1e-13

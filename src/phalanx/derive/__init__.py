@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import phalanx.comm.collectives  # noqa: F401 - registers the operators that lowered graphs contain
 from phalanx.derive.bounds import index_bounds
 from phalanx.derive.capture import Loss, Prepare, capture
-from phalanx.derive.hints import hints_by_node, hints_within
 from phalanx.derive.coupling import refuse_coupling, samples
+from phalanx.derive.hints import hints_by_node, hints_within
 from phalanx.derive.lower import lower
 from phalanx.derive.names import Layout, Placements, compile_names
 from phalanx.derive.program import Captured, Origin, Parameter, Piece, Program, Segment, SegmentClass, Source, Value

@@ -288,14 +288,15 @@ def drop_identities(graph: fx.Graph) -> None:
 
 def _adds_nothing(node: fx.Node) -> bool:
     x, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return _is_zero(node.args[1]) and x.shape == value.shape and x.dtype == value.dtype
+    return bool(_is_zero(node.args[1]) and x.shape == value.shape and x.dtype == value.dtype)
 
 
 def _is_zero(value: Any) -> bool:
     """The number, or a tensor filled with it."""
     if isinstance(value, fx.Node):
         if value.op == "get_attr":
-            return value.meta["constant"].dim() == 0 and value.meta["constant"].item() == 0
+            constant: Tensor = value.meta["constant"]
+            return constant.dim() == 0 and constant.item() == 0
         name = schema_name(value)
         return name in ("aten::zeros", "aten::zeros_like") or (name == "aten::full" and value.args[1] == 0)
     return isinstance(value, int | float) and value == 0
