@@ -164,6 +164,26 @@ def test_a_local_world_runs_once_at_a_time() -> None:
         world.run(lambda w: world.run(lambda w: None))
 
 
+def test_an_interrupt_while_ranks_start_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left alone, the first ranks would run on, in a world whose wires are replaced under them."""
+    ran = []
+    started = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "phx-rank-2":
+            raise KeyboardInterrupt
+        started(thread)
+
+    before = threading.active_count()
+    with local(Mesh(dp=3)) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                world.run(lambda w: ran.append(w.rank))
+        assert ran == [] and threading.active_count() == before
+        assert world.run(lambda w: w.epoch) == [1, 1, 1]
+
+
 def test_init_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)

@@ -124,7 +124,9 @@ def test_a_sum_of_losses_is_refused() -> None:
 
 
 def test_a_number_as_count_is_refused() -> None:
-    assert "the count that the loss returned is 24, a number" in refused(lambda o, b: (sum_and_count(o, b)[0], b["labels"].numel()))
+    assert "the count that the loss returned is 24, a number" in refused(
+        lambda o, b: (sum_and_count(o, b)[0], b["labels"].numel())
+    )
 
 
 def test_a_constant_count_is_refused() -> None:

@@ -205,7 +205,8 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update() -> None:
     made = hand_made.program(Mesh(pp=2, dp=2), 2)
     said = hand_made.on_every_rank(made, failure(lambda e: e.step(hand_made.batch())), OPTIMIZER, values=values)
     assert set(said) == {
-        "FloatingPointError: step 1: the loss is not finite; the first tensor that is not is the parameter blocks.1.bias; no parameter was changed"
+        "FloatingPointError: step 1: the loss is not finite; the first tensor that is not is the parameter blocks.1.bias; "
+        "no parameter was changed"
     }
 
 

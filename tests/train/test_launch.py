@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 FOREVER = """
@@ -81,13 +83,21 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert not [pid for pid in ranks if alive(pid)]
 
 
-def test_a_stopped_launcher_ends_its_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGTERM, "phalanx: the launcher was stopped by SIGTERM; its 2 ranks"),
+        (signal.SIGINT, "phalanx: interrupted; its 2 ranks"),
+    ],
+)
+def test_a_stopped_launcher_ends_its_ranks(number: signal.Signals, said: str, tmp_path: Path) -> None:
     process = start(tmp_path, FOREVER)
     ranks = pids(tmp_path, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "the launcher was stopped by SIGTERM" in err
+    assert process.returncode == 128 + number
+    assert err.endswith(f"{said} were ended\n")
+    assert "death signal" not in err  # torch elastic's own account
     assert not [pid for pid in ranks if alive(pid)]
 
 

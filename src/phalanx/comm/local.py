@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any, TypeVar
 
 from phalanx.comm.threads import Delay, Fabric
@@ -70,7 +70,19 @@ class LocalWorld:
         results: list[Any] = [None] * self.mesh.size
         failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
 
+        everybody_is_here, called_off = Event(), Event()
+        # In place of `join`, which in Python 3.11 takes a thread for ended once an interrupt has come while it waited for it.
+        left = [Event() for _ in range(self.mesh.size)]
+
         def body(rank: int) -> None:
+            everybody_is_here.wait()
+            try:
+                if not called_off.is_set():
+                    work(rank)
+            finally:
+                left[rank].set()
+
+        def work(rank: int) -> None:
             try:
                 results[rank] = fn(self.worlds[rank], *(argument[rank] for argument in per_rank))
             except BaseException as error:  # noqa: BLE001 - the caller gets it, even if it would end the process
@@ -78,17 +90,24 @@ class LocalWorld:
                 self.fabric.abort(error)
 
         threads = [Thread(target=body, args=(rank,), name=f"phx-rank-{rank}", daemon=True) for rank in range(self.mesh.size)]
-        for thread in threads:
-            thread.start()
         try:
             for thread in threads:
-                thread.join()
+                thread.start()
+            everybody_is_here.set()
+            for event in left:
+                event.wait()
         except BaseException as error:  # an interrupt of the waiting caller
+            if not everybody_is_here.is_set():
+                called_off.set()  # a thread that is only just coming must not run in the world as it will be by then
+                everybody_is_here.set()
             self.fabric.abort(error)
-            for thread in threads:
-                thread.join()
+            for thread, event in zip(threads, left, strict=True):
+                if thread.ident is not None:
+                    event.wait()
             self._rebuild()
             raise
+        for thread in threads:
+            thread.join()
         if failures:
             self._rebuild()
             raise _first(failures)

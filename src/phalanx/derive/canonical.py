@@ -296,9 +296,9 @@ def _is_zero(value: Any) -> bool:
     if isinstance(value, fx.Node):
         if value.op == "get_attr":
             constant: Tensor = value.meta["constant"]
-            return constant.dim() == 0 and constant.item() == 0
+            return constant.dim() == 0 and bool(constant == 0)
         name = schema_name(value)
-        return name in ("aten::zeros", "aten::zeros_like") or (name == "aten::full" and value.args[1] == 0)
+        return name in ("aten::zeros", "aten::zeros_like") or (name == "aten::full" and bool(value.args[1] == 0))
     return isinstance(value, int | float) and value == 0
 
 

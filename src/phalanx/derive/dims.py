@@ -40,9 +40,10 @@ def infer_parts(captured: Captured) -> dict[str, dict[int, tuple[int, ...]]]:
 def head_counts(captured: Captured, parts: Mapping[str, Mapping[int, tuple[int, ...]]]) -> dict[tuple[str, int], int]:
     """{(parameter, dimension): heads} where a view splits that dimension of a projection's result into (heads, width).
 
-    Of a fused projection, the fewest heads of its parts.
+    Of a fused projection, the fewest heads of its parts. A view into (1, width) is one head, if no other says more.
     """
     found: dict[tuple[str, int], int] = {}
+    single: dict[tuple[str, int], int] = {}
     for piece in captured.pieces:
         names = dict(zip(_placeholders(piece.graph.graph), piece.params, strict=False))
         for node in piece.graph.graph.nodes:
@@ -52,6 +53,9 @@ def head_counts(captured: Captured, parts: Mapping[str, Mapping[int, tuple[int, 
             before, after = shape_of(source), shape_of(node)
             for left, right in regroup(before, after):
                 split = [dim for dim in right if after[dim] != 1]
+                if len(left) == 1 and len(split) == 1 and split[0] > right[0]:
+                    origins = [(names[param], at) for param, at, _ in _origins(source, left[0]) if param in names]
+                    single.update(dict.fromkeys(origins, 1))
                 if len(left) != 1 or len(split) < 2:
                     continue
                 if len(split) == 2 and any(at == left[0] for _, at, _ in _taken_apart(node)):
@@ -63,7 +67,7 @@ def head_counts(captured: Captured, parts: Mapping[str, Mapping[int, tuple[int, 
                         count = after[split[1]] if whole else after[split[0]]
                         key = (names[param], at)
                         found[key] = min(count, found.get(key, count))
-    return found
+    return single | found
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from phalanx import hf, random
 from phalanx.comm.local import LocalWorld
-from phalanx.comm.threads import ThreadTransport
 from phalanx.comm.world import World
 from phalanx.derive import Layout, derive
 from phalanx.derive.capture import Loss
@@ -69,7 +68,7 @@ def shard(
         derived = program(example)
         quiet = evaluation(derived)  # now, since rank threads cannot lower
         return [
-            Sharded(lambda batch: derived, rank, initial_values(model, rank, seed), seed, example, quiet)
+            Sharded(lambda batch: derived, rank, initial_values(model, rank, seed), seed, example, quiet, threaded=True)
             for rank in world.worlds
         ]
     check_equal(real_tensors(model), world)
@@ -92,9 +91,12 @@ class Sharded(nn.Module):
         seed: int = 0,
         example: Mapping[str, Tensor] | None = None,
         quiet: Program | None = None,
+        threaded: bool = False,
     ) -> None:
         super().__init__()
         self.world = world
+        self._threaded = threaded
+        """The ranks are threads of a local world."""
         self._quiet = quiet
         """The Program in evaluation mode, lowered at its first use if it was not before."""
         self._derived, self._values, self._seed = derived, values, seed
@@ -123,8 +125,7 @@ class Sharded(nn.Module):
         Several calls before a step average by call if you divide by their number; with `count`, the number of valid tokens in
         all of them together, their losses add up to the exact mean over tokens.
         """
-        alone = isinstance(self.world.transport, ThreadTransport) and not current_thread().name.startswith("phx-rank-")
-        if alone and self.world.mesh.size > 1:
+        if self._threaded and self.world.mesh.size > 1 and not current_thread().name.startswith("phx-rank-"):
             raise ValueError(
                 f"this is the module of rank {self.world.rank} of {self.world.mesh.size}, and the others would never come: on a local "
                 "world all call theirs together, as in world.run(lambda rank, m: m(batch).item(), modules)"
