@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from phalanx.derive import derive
 from phalanx.derive.capture import capture, check_capture
 from phalanx.derive.program import Captured
 from phalanx.derive.segment import run_pieces
+from phalanx.mesh import Mesh
 
 from .capture_models import Apply, Decoder, decoder_loss, square_loss, tokens_and_labels, x_and_y
 
@@ -303,3 +305,26 @@ def test_warns_of_hooks_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_warnings_for_a_plain_module() -> None:
     assert capture(Decoder(), tokens_and_labels(), decoder_loss).warnings == ()
+
+
+class Doubled(nn.Module):
+    """Computes twice as much when it is not being captured: what no rejection can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (1.0 if torch.compiler.is_exporting() else 2.0)
+
+
+def test_deriving_a_small_model_runs_it_once_to_see_that_nothing_was_lost() -> None:
+    batch = {"x": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    with pytest.raises(ValueError, match="the captured graph differs from the module in the loss"):
+        derive(Doubled(), Mesh(), example=batch, loss=square_loss)
+    # values that it cannot be run on, or a model without values, leave it unchecked
+    with torch.device("meta"):
+        meta = Doubled()
+    derive(meta, Mesh(), example=batch, loss=square_loss)
+    derive(Doubled(), Mesh(), example={key: value.to("meta") for key, value in batch.items()}, loss=square_loss)
+    derive(Doubled(), Mesh(), example={key: value * float("nan") for key, value in batch.items()}, loss=square_loss)

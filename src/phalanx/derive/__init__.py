@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import phalanx.comm.collectives  # noqa: F401 - registers the operators that lowered graphs contain
 from phalanx.derive.bounds import index_bounds
-from phalanx.derive.capture import Loss, Prepare, capture
+from phalanx.derive.capture import Loss, Prepare, capture, check_capture, is_checkable
 from phalanx.derive.coupling import refuse_coupling, samples
 from phalanx.derive.hints import hints_by_node, hints_within
 from phalanx.derive.lower import lower
@@ -46,7 +46,8 @@ def derive(
 
     example is the global step batch. names and layout are described in `derive.names`, loss and prepare in `derive.capture`.
     What mixes samples is computed over the whole batch; with several microbatches that is refused, unless batch_coupling says
-    that each microbatch is to be mixed alone.
+    that each microbatch is to be mixed alone. A small real model is run once on `example`, if it holds valid values, to see that the
+    captured graph computes what the module does.
     Raises ValueError for everything that is wrong with them, before anything is computed.
     """
     captured = capture(model, example, loss, microbatch_of=microbatches, blocks=blocks, train=train, prepare=prepare)
@@ -56,6 +57,8 @@ def derive(
             captured if samples(captured) > 1 else capture(model, example, loss, blocks=blocks, train=train, prepare=prepare)
         )
         refuse_coupling(whole, microbatches)
+    if is_checkable(model, captured, example):
+        check_capture(model, captured, example, loss, microbatch_of=microbatches, train=train)
     return derive_captured(
         captured, mesh, names=names, layout=layout, microbatches=microbatches, device=device, recompute=recompute
     )

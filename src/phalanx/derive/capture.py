@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from phalanx.derive import reject
+from phalanx.derive.bounds import index_bounds
 from phalanx.derive.canonical import canonicalise
 from phalanx.derive.loss import loss_tensors, sum_and_count
 from phalanx.derive.program import Captured, Parameter
@@ -90,6 +92,22 @@ def capture(
     )
 
 
+CHECKED_PARAMETERS = 1 << 20
+"""Models of up to this many are run once in eager mode to see that nothing was lost: a fraction of a second."""
+
+
+def is_checkable(module: nn.Module, captured: Captured, example: Mapping[str, Tensor]) -> bool:
+    """True if `module` is small and real, its forward has no side effects, and `example` holds values that it can be run on."""
+    if captured.warnings:
+        return False
+    tensors = [*module.parameters(), *module.buffers()]
+    entries = [example[name] for name in captured.batch]
+    if not tensors or any(t.is_meta for t in (*tensors, *entries)) or sum(t.numel() for t in tensors) > CHECKED_PARAMETERS:
+        return False
+    bounds = index_bounds(captured.pieces)
+    return all(bool(bounds[name].holds(example[name]).all()) for name in captured.batch if name in bounds)
+
+
 def check_capture(
     module: nn.Module,
     captured: Captured,
@@ -101,7 +119,7 @@ def check_capture(
 ) -> float:
     """Compare loss and gradients of the composed pieces with the eager module, on the first microbatch of `example`.
 
-    Returns the largest relative difference. Raises ValueError naming the first tensor that differs by more than 1e-3 of its
+    Returns the largest relative difference, NaN if the eager loss is not finite and nothing can be told. Raises ValueError naming the first tensor that differs by more than 1e-3 of its
     largest element (5e-2 if a parameter is narrower than float32): rounding stays far below, a wrong graph does not.
     """
     parameters = dict(module.named_parameters())
@@ -118,6 +136,8 @@ def check_capture(
         torch.manual_seed(0)
         parts = step(batch)
         expected = parts[0] if len(parts) == 1 else parts[0] / parts[1]
+        if not math.isfinite(expected):
+            return math.nan
         expected_grads = torch.autograd.grad(expected, list(trainable.values()), allow_unused=True)
         torch.manual_seed(0)
         total, count = run_pieces(captured, parameters, dict(module.named_buffers()), batch)

@@ -42,6 +42,11 @@ class IndexBound:
     size: int
     ignored: int | None = None
 
+    def holds(self, indices: torch.Tensor) -> torch.Tensor:
+        """Which entries are valid."""
+        valid = (indices >= 0) & (indices < self.size)
+        return valid if self.ignored is None else valid | (indices == self.ignored)
+
 
 @dataclass(frozen=True)
 class Parameter:

@@ -66,9 +66,7 @@ def _entry(batch: Mapping[str, Tensor], name: str, value: Value, program: Progra
 
 
 def _check_bound(ids: Tensor, name: str, bound: IndexBound) -> None:
-    wrong = (ids < 0) | (ids >= bound.size)
-    if bound.ignored is not None:
-        wrong &= ids != bound.ignored
+    wrong = ~bound.holds(ids)
     if wrong.any():
         at = tuple(int(i) for i in wrong.nonzero()[0])
         also = "" if bound.ignored is None else f", or {bound.ignored} to ignore one"
