@@ -328,3 +328,20 @@ def test_deriving_a_small_model_runs_it_once_to_see_that_nothing_was_lost() -> N
     derive(meta, Mesh(), example=batch, loss=square_loss)
     derive(Doubled(), Mesh(), example={key: value.to("meta") for key, value in batch.items()}, loss=square_loss)
     derive(Doubled(), Mesh(), example={key: value * float("nan") for key, value in batch.items()}, loss=square_loss)
+
+
+def test_a_number_taken_from_the_size_of_a_microbatch_is_noticed() -> None:
+    """Captured, `len(input)` is the constant 2, and each microbatch is divided by it instead of by 4."""
+
+    def mean(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return (outputs - batch["y"]).square().sum() / len(batch["input"]), torch.ones_like(batch["y"][:, 0]).sum()
+
+    def total(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return (outputs - batch["y"]).square().sum(), torch.ones_like(batch["y"][:, 0]).sum()
+
+    batch = {"input": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    model = nn.Linear(4, 4)
+    check_capture(model, capture(model, batch, mean), batch, mean)
+    with pytest.raises(ValueError, match="differs from the module"):
+        check_capture(model, capture(model, batch, mean, microbatch_of=2), batch, mean, microbatch_of=2)
+    check_capture(model, capture(model, batch, total, microbatch_of=2), batch, total, microbatch_of=2)

@@ -58,7 +58,8 @@ def derive(
         )
         refuse_coupling(whole, microbatches)
     if is_checkable(model, captured, example):
-        check_capture(model, captured, example, loss, microbatch_of=microbatches, train=train)
+        alone = batch_coupling == "microbatch"
+        check_capture(model, captured, example, loss, microbatch_of=microbatches, train=train, first_only=alone)
     return derive_captured(
         captured, mesh, names=names, layout=layout, microbatches=microbatches, device=device, recompute=recompute
     )

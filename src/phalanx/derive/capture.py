@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from phalanx.derive import reject
 from phalanx.derive.bounds import index_bounds
-from phalanx.derive.canonical import canonicalise
+from phalanx.derive.canonical import canonicalise, is_random
 from phalanx.derive.loss import loss_tensors, sum_and_count
 from phalanx.derive.program import Captured, Parameter
 from phalanx.derive.segment import run_pieces, segment
@@ -116,17 +116,23 @@ def check_capture(
     *,
     microbatch_of: int = 1,
     train: bool = True,
+    first_only: bool = False,
 ) -> float:
-    """Compare loss and gradients of the composed pieces with the eager module, on the first microbatch of `example`.
+    """Compare loss and gradients of the composed pieces, over all microbatches of `example`, with the eager module on the whole.
 
-    Returns the largest relative difference, NaN if the eager loss is not finite and nothing can be told. Raises ValueError naming the first tensor that differs by more than 1e-3 of its
-    largest element (5e-2 if a parameter is narrower than float32): rounding stays far below, a wrong graph does not.
+    Of a model with dropout, whose masks depend on the cut, or with `first_only` the first microbatch alone is compared. Returns the
+    largest relative difference, NaN if the eager loss is not finite and nothing can be told. Raises ValueError naming the first
+    tensor that differs by more than 1e-3 of its largest element (5e-2 if a parameter is narrower than float32): rounding stays far
+    below, a wrong graph does not, nor does a number that was taken from the size of a microbatch.
     """
     parameters = dict(module.named_parameters())
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     narrow = any(p.is_floating_point() and p.element_size() < 4 for p in parameters.values())
     limit = 5e-2 if narrow else 1e-3
-    batch = {name: value[: _microbatch_shape(name, value, microbatch_of)[0]] for name, value in example.items()}
+    rows = {name: _microbatch_shape(name, value, microbatch_of)[0] for name, value in example.items()}
+    drawn = any(is_random(node) for piece in captured.pieces for node in piece.graph.graph.nodes)
+    compared = 1 if drawn or first_only else microbatch_of
+    batch = {name: value[: rows[name] * compared] for name, value in example.items()}
     step = _Step(module, loss, _arguments(module, example))
     device = next(iter(parameters.values())).device
     accelerators = [device] if device.type == "cuda" else []
@@ -140,7 +146,11 @@ def check_capture(
             return math.nan
         expected_grads = torch.autograd.grad(expected, list(trainable.values()), allow_unused=True)
         torch.manual_seed(0)
-        total, count = run_pieces(captured, parameters, dict(module.named_buffers()), batch)
+        sums = []
+        for j in range(compared):
+            part = {name: value[j * rows[name] : (j + 1) * rows[name]] for name, value in batch.items()}
+            sums.append(run_pieces(captured, parameters, dict(module.named_buffers()), part))
+        total, count = (torch.stack(values).sum() for values in zip(*sums, strict=True))
         grads = torch.autograd.grad(total / count, list(trainable.values()), allow_unused=True)
     pairs = [("loss", total / count, expected)]
     for (name, parameter), mine, eager in zip(trainable.items(), grads, expected_grads, strict=True):
