@@ -142,7 +142,7 @@ def check_capture(
         torch.manual_seed(0)
         parts = step(batch)
         expected = parts[0] if len(parts) == 1 else parts[0] / parts[1]
-        if not math.isfinite(expected):
+        if not math.isfinite(expected.detach()):
             return math.nan
         expected_grads = torch.autograd.grad(expected, list(trainable.values()), allow_unused=True)
         torch.manual_seed(0)
