@@ -280,9 +280,11 @@ class ThreadTransport(Transport):
 
 def _divergence(meeting: Meeting, call: Call, rank: int, position: int) -> str:
     first = next(who for who, post in zip(meeting.who, meeting.posts, strict=True) if post is not None)
+    # by rank, not by arrival: the same mistake reads the same every time
+    (a, earlier), (b, later) = sorted(((first, str(meeting.call)), (rank, str(call))))
     return (
         f"ranks of group {meeting.group.name!r} disagree about call {position} on it: "
-        f"rank {first} issued {meeting.call}, rank {rank} issued {call}"
+        f"rank {a} issued {earlier}, rank {b} issued {later}"
     )
 
 
