@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -26,6 +26,7 @@ class Explained(TrainConfig):
     """What of a run its graphs depend on."""
 
     steps: Unused[int] = 200
+    device: Unused[Literal["cpu", "cuda"] | None] = None
     optimizer: Unused[OptimizerConfig] = field(default_factory=OptimizerConfig)
     data: Unused[Path | None] = None
     held_out: Unused[int] = 0

@@ -53,7 +53,7 @@ def main(args: list[str]) -> int:
 
     from phalanx.train.loop import train
 
-    world = init(mesh)
+    world = init(mesh, device=config.device)
     try:
         train(config, world, Console())
     finally:

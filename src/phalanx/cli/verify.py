@@ -69,7 +69,7 @@ def main(args: list[str]) -> int:
 
         launch(mesh.size, rank_command(["verify", *args]))
         return 0
-    world = init(mesh) if joined else local(mesh)
+    world = init(mesh, device=config.device) if joined else local(mesh)
     try:
         comparison = verify(config, world, rewrite=options.rewrite_norms, tolerance=options.tolerance)
     finally:

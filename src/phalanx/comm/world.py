@@ -235,7 +235,9 @@ def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
     if wanted.type != "cuda" or wanted.index is not None:
         return wanted
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}")
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; with device='cpu' ranks need none"
+        )
     return torch.device("cuda", local_rank)
 
 

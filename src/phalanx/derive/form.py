@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import fx
@@ -23,7 +23,7 @@ Linearity = Literal["none", "first", "each", "sum"]
 """Where a partial operand may stay partial: nowhere; in operand 0; in any one operand (a product); in all operands at once (a sum)."""
 
 
-class Emit:
+class Emit(Protocol):
     """What a rule's `emit` sees of the local graph. Filled in by `lower`.
 
     operands      local nodes, in the order of Form.operands
@@ -40,33 +40,29 @@ class Emit:
     partial: frozenset[str]
     sizes: dict[str, int]
 
-    def axes(self, label: Label) -> tuple[str, ...]:
-        raise NotImplementedError
+    def axes(self, label: Label) -> tuple[str, ...]: ...
 
-    def ranks(self, label: Label) -> int:
-        raise NotImplementedError
+    def ranks(self, label: Label) -> int: ...
 
-    def shape(self, result: int = 0) -> list[int]:
-        raise NotImplementedError
+    def shape(self, result: int = 0) -> list[int]: ...
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        raise NotImplementedError
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node: ...
 
     def again(self, **changed: Any) -> fx.Node:
         """The captured operator on the local operands, its other arguments as captured but for those `changed`, by schema name."""
-        raise NotImplementedError
+        ...
 
     def reduce(self, x: fx.Node, label: Label) -> fx.Node:
         """Sum over the ranks along a label, as the table's P to R."""
-        raise NotImplementedError
+        ...
 
     def offset(self, x: fx.Node, label: Label, size: int) -> fx.Node:
         """Global indices into a dimension of `size` split along a label, counted from this rank's first."""
-        raise NotImplementedError
+        ...
 
     def dropout_mask(self, like: fx.Node, probability: float, labels: Labels, shape: tuple[int, ...]) -> fx.Node:
         """The scaled keep mask for a tensor of global `shape` whose dimensions are split along `labels`."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(frozen=True)
