@@ -85,9 +85,10 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, text: Path) -> N
     assert 0 < len(losses(tmp_path / "run")) < 20
 
 
-def command(name: str, *args: str) -> subprocess.Popen[str]:
+def command(name: str, *args: str, folder: Path | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx", name, "--mesh", "dp=2", "--batch", "4", *args],
+        [sys.executable, "-P", "-m", "phalanx", name, "--mesh", "dp=2", "--batch", "4", *args],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -97,7 +98,9 @@ def command(name: str, *args: str) -> subprocess.Popen[str]:
 
 def test_local_ranks_start_by_themselves_and_tell_once(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
-    process = command("train", "--seq", "16", "--steps", "3", "--data", str(text), "--out", str(out))
+    # torch looks for modules of this name; a user's file in the current folder must not be taken for one
+    (tmp_path / "cuda.py").write_text("raise RuntimeError('this is the file of a user')")
+    process = command("train", "--seq", "16", "--steps", "3", "--data", str(text), "--out", str(out), folder=tmp_path)
     said, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     assert len(losses(out)) == 3

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=40)
     options = parser.parse_args(argv)
     if launch_from(os.environ) is None:
-        launch(options.ranks, [sys.executable, "-m", "phalanx.bench.ddp", *(sys.argv[1:] if argv is None else argv)])
+        launch(options.ranks, [sys.executable, "-P", "-m", "phalanx.bench.ddp", *(sys.argv[1:] if argv is None else argv)])
         return
     torch.set_num_threads(1)
     config = LlamaConfig(hidden=options.hidden, inner=3 * options.hidden, layers=options.layers, heads=8, kv_heads=4)

@@ -79,8 +79,11 @@ def launch(ranks: int, command: Sequence[str]) -> None:
 
 
 def rank_command(args: Sequence[str]) -> list[str]:
-    """The command line of one rank of `phalanx ARGS`."""
-    return [sys.executable, "-u", "-m", "phalanx", *args]
+    """The command line of one rank of `phalanx ARGS`.
+
+    -P, or a file of the user's in the current folder, a cuda.py say, would be taken for a module of torch's.
+    """
+    return [sys.executable, "-P", "-u", "-m", "phalanx", *args]
 
 
 def write_failure(path: str, error: BaseException, *, with_traceback: bool, lost_a_peer: bool) -> None:
