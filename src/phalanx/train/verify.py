@@ -51,6 +51,9 @@ class Numbers:
 class Trainer(Protocol):
     def step(self, batch: Mapping[str, Tensor]) -> Numbers: ...
 
+    def at(self, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Numbers | None:
+        """Loss and gradients at other weights than its own, which it keeps; None if it cannot tell."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
@@ -75,7 +78,11 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The outcome. Errors are the largest max|Δ| / max|reference| of any tensor in any step."""
+    """The outcome. Errors are the largest max|Δ| / max|reference| of any tensor in any step.
+
+    Loss and gradients are compared from equal weights: the reference is evaluated at those that the mesh began the step with.
+    Weights are those of two runs that are left to themselves.
+    """
 
     model: str
     mesh: str
@@ -89,7 +96,7 @@ class Comparison:
     grad: float
     weight: float
     by_step: tuple[Errors, ...]
-    """The same for each step. Both sides begin the first one with equal weights; later ones differ by the steps before as well."""
+    """The same for each step."""
     worst: Mapping[str, str | None]
     """The tensor behind each of grad and weight."""
     first_divergence: Divergence | None
@@ -125,11 +132,26 @@ class Eager:
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate(config))
 
+    def _loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        total, count = self.model.loss(outputs, batch)
+        return total / count
+
+    def _entries(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in batch.items() if name in self.accepted}
+
+    def at(self, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Numbers:
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        leaves = {name: w.detach().clone().requires_grad_(name not in frozen) for name, w in weights.items()}
+        outputs = torch.func.functional_call(self.module, leaves, kwargs=self._entries(batch))
+        loss = self._loss(outputs, batch)
+        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        found = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(trained.items(), grads, strict=True)}
+        return Numbers(loss.item(), found, weights)
+
     def step(self, batch: Mapping[str, Tensor]) -> Numbers:
         self.module.zero_grad()
-        outputs = self.module(**{name: value for name, value in batch.items() if name in self.accepted})
-        total, count = self.model.loss(outputs, batch)
-        loss = total / count
+        loss = self._loss(self.module(**self._entries(batch)), batch)
         loss.backward()  # type: ignore[no-untyped-call]
         named = dict(self.module.named_parameters())
         gradients = {
@@ -160,7 +182,11 @@ class Derived:
         out = self._step(dict(batch))
         gradients = self._step.gradients()
         weights = self._step.state_dict()
-        return Numbers(float(out.loss), gradients, {name: weights[name] for name in self.program.parameters})
+        # a copy: on one rank they are the live ones
+        return Numbers(float(out.loss), gradients, {name: weights[name].clone() for name in self.program.parameters})
+
+    def at(self, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        """Not told: its dropout depends on the number of the step."""
 
 
 def verify(
@@ -203,8 +229,13 @@ def verify(
         reference = Eager(copy.deepcopy(module), model, config)
     derived = Derived(parallel_step(config, world, model, module))
     tally = _Tally(derived.program.parameters, _segment_of(derived), config.dtype, tolerance)
+    before: Mapping[str, Tensor] | None = None
     for step, batch in enumerate(batches(model, config), start=1):
-        tally.compare(step, reference.step(batch), derived.step(batch))
+        mine, theirs = derived.step(batch), reference.step(batch)
+        # the first step begins with equal weights
+        equal = reference.at(before, batch) if before is not None else None
+        tally.compare(step, theirs if equal is None else replace(equal, weights=theirs.weights), mine)
+        before = mine.weights
     return Comparison(
         model=model.name,
         mesh=config.mesh,
