@@ -157,6 +157,12 @@ def test_any_legal_placement_gives_the_gradients_of_one_process(case: Case, batc
         assert error <= TOLERANCE, f"{case.name} seed {seed} ({how}): {name} is off by {error:.1e}"
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch_of_seeds", range(4, 12))
+def test_more_placements(case: Case, batch_of_seeds: int) -> None:
+    test_any_legal_placement_gives_the_gradients_of_one_process(case, batch_of_seeds)
+
+
 # For each row of the move table, a backward (or forward) that has the right shape and the wrong meaning.
 WRONG = {
     "reduce": ("all_reduce", "all_reduce"),
