@@ -14,6 +14,10 @@ from phalanx.mesh import Mesh
 T = TypeVar("T")
 
 
+WAKE_SECONDS = 0.5
+"""A signal that comes just before the caller blocks is only handled when it wakes up again."""
+
+
 class LocalWorld:
     """Every rank of a mesh, as threads. Use it any number of times, then close it (or use it in a `with`).
 
@@ -95,7 +99,8 @@ class LocalWorld:
                 thread.start()
             everybody_is_here.set()
             for event in left:
-                event.wait()
+                while not event.wait(WAKE_SECONDS):
+                    pass
         except BaseException as error:  # an interrupt of the waiting caller
             if not everybody_is_here.is_set():
                 called_off.set()  # a thread that is only just coming must not run in the world as it will be by then
