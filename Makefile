@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+CORE := setup.py $(wildcard src/phalanx/comm/shm/core/*.[ch])
 # Tests and local ranks share the cores: one thread each is faster than many that wait for one another.
 export OMP_NUM_THREADS ?= 1
 # `make train ARGS="--steps 50 --mesh dp=4"`
@@ -11,7 +12,7 @@ ARGS ?=
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(CORE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

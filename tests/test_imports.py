@@ -17,6 +17,8 @@ PURE = ("mesh", "spec", "event", "hardware", "random")
 # Each room may import itself, the pure types and what is listed. `cli` and the package's own __init__ may import everything.
 MAY_IMPORT = {
     "comm": (),
+    "shm": ("comm",),  # public names of comm/shm and comm/watch
+    "watched": ("comm",),
     "rules": (),
     "models": None,  # nothing of ours at all, not even the pure types
     "derive": ("comm",),
@@ -26,11 +28,13 @@ MAY_IMPORT = {
     "train": ("comm", "derive", "schedule", "run", "rules", "models", "hf"),
     "plan": ("comm", "derive", "schedule", "run", "train", "rules", "models", "hf"),
     "observe": ("comm", "derive", "schedule", "run", "train", "rules", "models", "hf"),
-    "bench": ("comm", "derive", "schedule", "run", "train", "plan", "observe", "rules", "models", "hf"),
+    "bench": ("comm", "shm", "derive", "schedule", "run", "train", "plan", "observe", "rules", "models", "hf"),
     "cli": ("comm", "derive", "schedule", "run", "train", "plan", "observe", "bench", "rules", "models", "hf"),
 }
 # tyro draws the command line, yaml and rich belong to a person's run: none of them below `train`.
 THIRD_PARTY = {"torch": None, "numpy": None, "safetensors": None, "transformers": ("hf", "train", "bench")}
+THIRD_PARTY |= {"pynvml": ("observe",), "matplotlib": ("bench",), "mpi4py": ("bench",)}
+OPTIONAL = {"transformers", "pynvml", "matplotlib", "mpi4py"}  # extras: imported where they are used
 THIRD_PARTY |= {"rich": ("train", "observe", "bench", "cli"), "yaml": ("train", "plan"), "tyro": ("bench", "cli")}
 
 
@@ -102,7 +106,7 @@ def test_the_rule_can_fail(here: str, line: str, tmp_path: Path) -> None:
 def test_third_party_packages_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {name.split(">")[0].replace("pyyaml", "yaml") for name in project["dependencies"]}
-    assert declared == set(THIRD_PARTY) - {"transformers"}
+    assert declared == set(THIRD_PARTY) - OPTIONAL
 
 
 def test_help_does_not_wait_for_torch() -> None:

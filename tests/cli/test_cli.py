@@ -27,10 +27,24 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0
+    assert exit_code(command, "--help") == 0
     assert f"usage: phalanx {command}" in capsys.readouterr().out
+
+
+def exit_code(*args: str) -> object:
+    """What the process would end with; tyro prints the help of a command by leaving."""
+    try:
+        return main(args)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.parametrize(("command", "choice"), [("bench", "collectives"), ("bench", "hardware"), ("doctor", "links")])
+def test_help_of_a_sub_command(command: str, choice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(command, choice, "--help") == 0
+    assert f"usage: phalanx {command} {choice}" in capsys.readouterr().out
+    assert exit_code(command, choice[:-1]) == 2
+    assert f"{command} has no command '{choice[:-1]}'; did you mean '{choice}'?" in capsys.readouterr().err
 
 
 def test_unknown_command_offers_the_closest(capsys: pytest.CaptureFixture[str]) -> None:

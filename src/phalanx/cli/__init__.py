@@ -21,6 +21,9 @@ COMMANDS = {
     "verify": "Compare a model on a mesh with the same model in one plain PyTorch process.",
     "explain": "Say what every rank computes, exchanges and keeps, before any run.",
     "run": "Run your own script on several local ranks.",
+    "show": "Show a collective on small tensors: before, after, and who sent what to whom.",
+    "bench": "Measure: collectives, or this machine's hardware.",
+    "doctor": "Find what is wrong: topology, slow links, or a run that hung.",
 }
 
 # What a person can put right by asking for something else; any other exception is ours and shows its traceback.
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(COMMANDS)}"
         print(f"phalanx: there is no command {name!r}{hint}", file=sys.stderr)
         return USER_ERROR
-    command: Callable[[list[str]], int] = importlib.import_module(f"phalanx.cli.{name}").main
+    command = find_command(f"phalanx.cli.{name}")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(show_warning, warnings.showwarning)
@@ -69,6 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(error, with_traceback)
 
 
+def find_command(module: str) -> Callable[[list[str]], int]:
+    """The `main` of a command's file."""
+    command: Callable[[list[str]], int] = importlib.import_module(module).main
+    return command
+
+
+def choose(command: str, choices: dict[str, str], args: list[str]) -> int:
+    """Run the sub-command that `args` begins with: a file of the folder of that name, with a `main` of its own."""
+    if not args or args[0] in ("-h", "--help"):
+        print(usage(f"phalanx {command}", choices))
+        return 0
+    if args[0] not in choices:
+        close = difflib.get_close_matches(args[0], choices, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(choices)}"
+        raise ValueError(f"{command} has no command {args[0]!r}{hint}")
+    return find_command(f"phalanx.cli.{command}.{args[0]}")(args[1:])
+
+
 def show_warning(
     otherwise: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *place: Any, **options: Any
 ) -> None:
@@ -79,16 +100,16 @@ def show_warning(
         otherwise(message, category, filename, *place, **options)
 
 
-def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+def usage(program: str = "phalanx", commands: dict[str, str] = COMMANDS) -> str:
+    width = max(map(len, commands))
+    lines = [f"  {name:<{width}}  {what}" for name, what in commands.items()]
     return "\n".join(
         [
-            "usage: phalanx COMMAND [options]",
+            f"usage: {program} COMMAND [options]",
             "",
             *lines,
             "",
-            "phalanx COMMAND --help lists the options of a command. --traceback shows where an error came from.",
+            f"{program} COMMAND --help lists the options of a command. --traceback shows where an error came from.",
         ]
     )
 

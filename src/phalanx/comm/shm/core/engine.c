@@ -1,0 +1,490 @@
+/* Operations: how they are queued, who carries them on, how they are waited for, and how they fail.
+ *
+ * An operation is carried on by whoever waits, by the caller that issues it as far as it goes without waiting, and otherwise by the
+ * one progress thread of the process. The progress thread stands aside while somebody waits, because two threads of one process
+ * would only take the processor from each other. */
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define SPIN_PAUSES 50
+#define SPIN_SECONDS 50e-6  /* of yielding before a waiter sleeps: pausing instead would keep a peer off this processor */
+#define IDLE_YIELDS 4       /* of the progress thread, which competes with computing threads */
+#define SLICE 0.1           /* seconds between looks at deadlines and dead peers */
+#define DOZE 1.0            /* seconds without work after which the progress thread sleeps until told */
+#define INLINE_BYTES 65536  /* larger operations are left to the progress thread */
+
+static bool group_advance(struct group *g) {
+    bool moved = false;
+    if (!g->open) return false;
+    if (g->first) moved = collectives_advance(g);
+    if (g->sends || g->recvs) moved |= messages_advance(g);
+    return moved;
+}
+
+static bool try_advance(struct group *g) {
+    if (!atomic_load_explicit(&g->pending, memory_order_relaxed) || pthread_mutex_trylock(&g->lock)) return false;
+    bool moved = group_advance(g);
+    pthread_mutex_unlock(&g->lock);
+    return moved;
+}
+
+static bool advance_all(struct proc *p) {
+    bool moved = false;
+    for (struct group *g = atomic_load(&p->groups); g; g = g->next) moved |= try_advance(g);
+    return moved;
+}
+
+static void inspect(struct group *g, double time) {
+    if (!atomic_load_explicit(&g->pending, memory_order_relaxed) || pthread_mutex_trylock(&g->lock)) return;
+    if (time - g->inspected >= SLICE / 2) {
+        g->inspected = time;
+        group_advance(g);
+        collectives_inspect(g, time);
+        messages_inspect(g, time);
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+static void inspect_all(struct proc *p) {
+    double time = now();
+    for (struct group *g = atomic_load(&p->groups); g; g = g->next) inspect(g, time);
+}
+
+/* ---- the progress thread ---- */
+
+static void *progress(void *argument) {
+    struct proc *p = argument;
+    struct head *head = p->head;
+    double last = now(), looked = last;
+    int idle = 0;
+    while (!atomic_load_explicit(&p->stopping, memory_order_relaxed)) {
+        uint32_t bell = atomic_load(&head->bell_progress);
+        bool active = atomic_load(&p->active) > 0, mine = active && !atomic_load(&p->waiting);
+        if (mine) {
+            atomic_store(&head->armed, 1);
+            atomic_thread_fence(memory_order_seq_cst);
+            bool moved = advance_all(p);
+            double time = now();
+            if (atomic_load(&p->waiting)) ring_bell(head); /* hand over what this thread may have kept a waiter from */
+            if (time - looked > SLICE) inspect_all(p), looked = time;
+            if (moved) {
+                last = time;
+                idle = 0;
+                continue;
+            }
+            if (++idle < IDLE_YIELDS) {
+                sched_yield();
+                continue;
+            }
+        }
+        idle = 0;
+        bool doze = !active && now() - last > DOZE;
+        if (doze) {
+            atomic_store(&p->dozing, 1);
+            if (atomic_load(&p->active)) doze = false;
+        }
+        futex_wait(&head->bell_progress, bell, doze ? 3600.0 : SLICE);
+        atomic_store(&p->dozing, 0);
+        if (active) last = now();
+    }
+    return NULL;
+}
+
+static void wake_progress(struct proc *p) {
+    atomic_fetch_add(&p->head->bell_progress, 1);
+    futex_wake(&p->head->bell_progress);
+}
+
+/* Leave what is pending to the progress thread. */
+static void hand_over(struct proc *p, bool at_once) {
+    if (!atomic_load(&p->progressing)) {
+        pthread_mutex_lock(&p->lock);
+        if (!atomic_load(&p->progressing)) {
+            sigset_t all, before; /* signals are for Python's own threads */
+            sigfillset(&all);
+            pthread_sigmask(SIG_SETMASK, &all, &before);
+            if (pthread_create(&p->progress, NULL, progress, p) == 0) atomic_store(&p->progressing, 1);
+            pthread_sigmask(SIG_SETMASK, &before, NULL);
+        }
+        pthread_mutex_unlock(&p->lock);
+        return;
+    }
+    atomic_store(&p->head->armed, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (at_once || atomic_load(&p->dozing)) wake_progress(p);
+}
+
+/* ---- operations ---- */
+
+struct op *op_new(struct group *g, uint32_t kind, uint32_t site, double timeout) {
+    struct op *o = calloc(1, sizeof *o + (size_t)g->size * (2 * sizeof(void *) + 2 * sizeof(uint64_t)));
+    o->group = g;
+    o->kind = kind;
+    o->site = site;
+    o->timeout = timeout;
+    o->references = 1;
+    o->item = 1;
+    o->source = -1;
+    o->src = (const uint8_t **)(o + 1);
+    o->dst = (uint8_t **)(o->src + g->size);
+    o->send_bytes = (uint64_t *)(o->dst + g->size);
+    o->recv_bytes = o->send_bytes + g->size;
+    return o;
+}
+
+static void op_drop(struct op *o) {
+    if (atomic_fetch_sub(&o->references, 1) == 1) {
+        free(o->error);
+        free(o);
+    }
+}
+
+void op_release(struct op *o) { op_drop(o); }
+
+static void op_end(struct op *o, uint32_t state) {
+    struct proc *p = o->group->proc;
+    o->finished = now();
+    atomic_store(&o->state, state);
+    if (atomic_fetch_sub(&o->group->pending, 1) == 1) atomic_fetch_sub(&p->active, 1);
+    if (atomic_load(&p->passive)) {
+        atomic_fetch_add(&p->completions, 1);
+        futex_wake(&p->completions);
+    }
+    if (atomic_load(&p->waiting) > 1) { /* another thread of this process may sleep for it */
+        atomic_fetch_add(&p->head->bell_waiters, 1);
+        futex_wake(&p->head->bell_waiters);
+    }
+    op_drop(o);
+}
+
+void op_complete(struct op *o) { op_end(o, DONE); }
+
+static const char *const OPS[] = {"all_reduce", "reduce_scatter", "reduce",     "all_gather", "broadcast", "gather",
+                                  "scatter",    "all_to_all",     "barrier",    "all_to_all", "send",      "recv"};
+static const char *const REDUCTIONS[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
+static const char *const TYPES[] = {"float32", "float64", "float16", "bfloat16", "int8",      "uint8",
+                                    "int16",   "int32",   "int64",   "bool",     "complex64", "complex128"};
+
+void describe(char *text, size_t room, uint32_t kind, uint32_t reduce, uint32_t dtype, uint32_t root_rank, uint64_t count) {
+    int n = snprintf(text, room, "%s", OPS[kind]);
+    if (kind <= REDUCE) n += snprintf(text + n, room - n, "(%s)", REDUCTIONS[reduce]);
+    if (kind == EXCHANGE) n += snprintf(text + n, room - n, " with split sizes");
+    else if (kind != BARRIER) n += snprintf(text + n, room - n, " of %llu", (unsigned long long)count);
+    if (kind != BARRIER && dtype < PHX_OPAQUE) n += snprintf(text + n, room - n, " %s", TYPES[dtype]);
+    else if (kind != BARRIER) n += snprintf(text + n, room - n, " bytes (type %u)", dtype - PHX_OPAQUE);
+    if (kind == REDUCE || kind == BROADCAST || kind == GATHER || kind == SCATTER) snprintf(text + n, room - n, " with root %u", root_rank);
+}
+
+const char *site_text(struct head *head, uint32_t site) { return site ? (const char *)at(head, (uint64_t)site * LINE) : "an unknown line"; }
+
+static void group_text(struct group *g, char *text, size_t room) {
+    int n = snprintf(text, room, "group '%s' (ranks ", g->name);
+    for (int i = 0; i < g->size && n < (int)room - 16; i++) n += snprintf(text + n, room - n, "%s%d", i ? ", " : "", g->ranks[i]);
+    snprintf(text + n, room - n, ")");
+}
+
+void op_fail(struct op *o, const char *reason) {
+    struct group *g = o->group;
+    char what[256], where[512], text[TEXT_MAX + 1024];
+    if (o->kind >= SEND) {
+        int n = snprintf(what, sizeof what, "%s of %llu bytes %s ", OPS[o->kind], (unsigned long long)o->bytes, o->kind == SEND ? "to" : "from");
+        if (o->peer < 0) n += snprintf(what + n, sizeof what - n, "anybody");
+        else n += snprintf(what + n, sizeof what - n, "rank %d", g->ranks[o->peer]);
+        if (o->tag) snprintf(what + n, sizeof what - n, " with tag %d", o->tag);
+    } else {
+        describe(what, sizeof what, o->kind, o->reduce, o->dtype, (uint32_t)g->ranks[o->root], o->count);
+    }
+    group_text(g, where, sizeof where);
+    snprintf(text, sizeof text, "rank %d: %s on %s at %s failed: %s", g->ranks[g->rank], what, where, site_text(g->proc->head, o->site), reason);
+    o->error = strdup(text);
+    op_end(o, FAILED);
+}
+
+/* Everything on the group fails from now on; with `tell`, on all its ranks, and the first to say why is the one they believe. */
+void group_fail(struct group *g, const char *reason, bool tell) {
+    if (g->failure) return;
+    char text[TEXT_MAX];
+    snprintf(text, sizeof text, "%s", reason);
+    if (tell) {
+        uint32_t none = 0;
+        if (atomic_compare_exchange_strong(&g->control->failed, &none, 1)) {
+            snprintf(g->control->reason, sizeof g->control->reason, "%s", reason);
+            atomic_store(&g->control->failed, 2);
+        } else {
+            for (int i = 0; i < 1000 && atomic_load(&g->control->failed) != 2; i++) sched_yield();
+            if (atomic_load(&g->control->failed) == 2) snprintf(text, sizeof text, "%s", g->control->reason);
+        }
+    }
+    g->failure = strdup(text);
+    if (tell) last_words(g->proc, text);
+    while (g->first) {
+        struct op *o = g->first;
+        g->first = o->next;
+        op_fail(o, g->failure);
+    }
+    g->last = NULL;
+    while (g->sends) {
+        struct op *o = g->sends;
+        g->sends = o->next;
+        op_fail(o, g->failure);
+    }
+    while (g->recvs) {
+        struct op *o = g->recvs;
+        g->recvs = o->next;
+        op_fail(o, g->failure);
+    }
+    g->sends_tail = g->recvs_tail = NULL;
+    for (int i = 0; i < g->size; i++) g->channel[i].grants = NULL;
+    if (tell) publish(g);
+}
+
+void publish(struct group *g) {
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int i = 0; i < g->size; i++)
+        if (i != g->rank) ring_bell(g->heads[i]);
+}
+
+void publish_to(struct group *g, int position) {
+    atomic_thread_fence(memory_order_seq_cst);
+    ring_bell(g->heads[position]);
+}
+
+void whereabouts(struct group *g, int position, char *text, size_t room) {
+    struct member *m = &g->control->member[position];
+    uint64_t latest = 0;
+    int parity = -1;
+    for (int i = 0; i < 2; i++)
+        if (atomic_load(&m->print[i]) && m->signature[i].number >= latest) latest = m->signature[i].number, parity = i;
+    if (parity < 0 || !atomic_load(&m->arrived)) {
+        snprintf(text, room, "it has not made a collective call here");
+        return;
+    }
+    struct signature s = m->signature[parity];
+    char what[256];
+    describe(what, sizeof what, s.op, s.reduce, s.dtype, s.root < (uint32_t)g->size ? (uint32_t)g->ranks[s.root] : s.root, s.count);
+    snprintf(text, room, "its last collective here, number %llu, was %s at %s", (unsigned long long)s.number, what, site_text(g->heads[position], s.site));
+}
+
+bool gone(struct group *g, int position, char *reason, size_t room) {
+    bool alive = peer_alive(g->peer[position]);
+    if (alive && !atomic_load(&g->control->member[position].closed)) return false;
+    char where[1024], before[TEXT_MAX] = "";
+    whereabouts(g, position, where, sizeof where);
+    if (atomic_load(&g->heads[position]->has_words) == 2)
+        snprintf(before, sizeof before, "; before that it had failed: %.600s", g->heads[position]->last_words);
+    snprintf(reason, room, "rank %d (process %u) %s; %.700s%.700s", g->ranks[position], g->heads[position]->pid,
+             alive ? "has left the group" : "died", where, before);
+    return true;
+}
+
+void op_issue(struct op *o) {
+    struct group *g = o->group;
+    struct proc *p = g->proc;
+    o->deadline = now() + o->timeout;
+    pthread_mutex_lock(&g->lock);
+    atomic_fetch_add(&o->references, 1); /* the engine's own */
+    if (atomic_fetch_add(&g->pending, 1) == 0) atomic_fetch_add(&p->active, 1);
+    if (!g->open || g->failure) {
+        op_fail(o, g->open ? g->failure : "the group is closed");
+    } else if (o->kind >= SEND) {
+        messages_post(o);
+        messages_advance(g);
+    } else {
+        o->number = g->number++;
+        if (g->last) g->last->next = o; else g->first = o;
+        g->last = o;
+        if (g->first == o) collectives_advance(g);
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+void op_leave(struct op *o) {
+    struct group *g = o->group;
+    if (atomic_load(&o->state) != PENDING || atomic_load(&g->proc->waiting)) return;
+    size_t bytes = o->kind >= SEND ? o->bytes : o->count * o->item;
+    hand_over(g->proc, bytes > INLINE_BYTES);
+    try_advance(g); /* what came before the progress thread was armed */
+}
+
+static void sleep_for_peers(struct op *o, double until) {
+    struct proc *p = o->group->proc;
+    struct head *head = p->head;
+    atomic_fetch_add(&head->want, 1);
+    uint32_t bell = atomic_load(&head->bell_waiters);
+    atomic_thread_fence(memory_order_seq_cst);
+    bool moved = try_advance(o->group);
+    if (atomic_load(&p->active) > 1) moved |= advance_all(p);
+    if (!moved && atomic_load(&o->state) == PENDING) {
+        double left = until - now();
+        futex_wait(&head->bell_waiters, bell, left < 0 ? 0 : left < SLICE ? left : SLICE);
+    }
+    atomic_fetch_sub(&head->want, 1);
+}
+
+void op_wait(struct op *o, double timeout) {
+    struct group *g = o->group;
+    struct proc *p = g->proc;
+    if (atomic_load(&o->state) != PENDING) return;
+    atomic_fetch_add(&p->waiting, 1);
+    atomic_store(&p->head->armed, 0);
+    double until = timeout < 0 ? 1e18 : now() + timeout, looked = 0, spinning = 0;
+    int spins = 0;
+    while (atomic_load_explicit(&o->state, memory_order_acquire) == PENDING) {
+        bool moved = try_advance(g);
+        if (atomic_load_explicit(&p->active, memory_order_relaxed) > 1) moved |= advance_all(p);
+        if (moved) {
+            spins = 0;
+            continue;
+        }
+        if (++spins <= SPIN_PAUSES) {
+            relax();
+            continue;
+        }
+        double time = now();
+        if (spins == SPIN_PAUSES + 1) spinning = time;
+        if (time > until) break;
+        if (time - spinning < SPIN_SECONDS) {
+            sched_yield();
+            continue;
+        }
+        if (!looked) looked = time;
+        if (time - looked > SLICE || time > o->deadline) {
+            inspect_all(p);
+            looked = time;
+        }
+        sleep_for_peers(o, until < o->deadline ? until : o->deadline + 1e-3);
+    }
+    bool last = atomic_fetch_sub(&p->waiting, 1) == 1;
+    if (last && atomic_load(&p->active)) hand_over(p, true);
+}
+
+int op_test(struct op *o) {
+    if (atomic_load(&o->state) == PENDING) {
+        try_advance(o->group);
+        if (atomic_load(&o->state) == PENDING && now() > o->deadline) inspect(o->group, now());
+    }
+    return (int)atomic_load(&o->state);
+}
+
+int op_wait_any(struct proc *p, struct op *const *ops, int count, double timeout) {
+    double until = timeout < 0 ? 1e18 : now() + timeout;
+    int found = -1;
+    atomic_fetch_add(&p->passive, 1);
+    for (;;) {
+        uint32_t seen = atomic_load(&p->completions);
+        for (int i = 0; i < count && found < 0; i++)
+            if (atomic_load(&ops[i]->state) != PENDING) found = i;
+        double left = until - now();
+        if (found >= 0 || left <= 0 || atomic_exchange(&p->nudged, 0)) break;
+        futex_wait(&p->completions, seen, left < 3600 ? left : 3600);
+    }
+    atomic_fetch_sub(&p->passive, 1);
+    return found;
+}
+
+void op_nudge(struct proc *p) {
+    atomic_store(&p->nudged, 1);
+    atomic_fetch_add(&p->completions, 1);
+    futex_wake(&p->completions);
+}
+
+/* ---- groups ---- */
+
+size_t control_bytes(int size) {
+    return sizeof(struct control) + (size_t)size * sizeof(struct member) + 5 * (size_t)size * (size_t)size * sizeof(a64);
+}
+
+a64 *control_rings(struct control *c) { return (a64 *)(c->member + c->size); }
+
+a64 *control_splits(struct control *c, int parity, int expected) {
+    return control_rings(c) + (size_t)(1 + 2 * parity + expected) * c->size * c->size;
+}
+
+/* Give back the memory of groups that all members have left. */
+static void reap(struct proc *p) {
+    for (struct group *g = atomic_load(&p->groups); g; g = g->next) {
+        if (g->open || g->reaped) continue;
+        bool left = true;
+        for (int i = 0; i < g->size; i++)
+            if (i != g->rank && !atomic_load(&g->control->member[i].closed) && peer_alive(g->peer[i])) left = false;
+        if (!left) continue;
+        messages_close(g);
+        if (g->slots[g->rank]) proc_free(p, g->slots[g->rank]);
+        if (g->owns_control) proc_free(p, g->control);
+        free(g->slots), free(g->ranks), free(g->peer), free(g->heads), free(g->name), free(g->failure);
+        g->reaped = true;
+    }
+}
+
+struct group *group_open(struct proc *p, uint64_t offset, int rank, int size, const int *peers, const int *ranks, const char *name,
+                         const char **why) {
+    for (int i = 0; i < size; i++) {
+        if (i != rank && (peers[i] < 0 || peers[i] >= p->peer_count)) {
+            *why = "a peer number is out of range";
+            return NULL;
+        }
+    }
+    struct head *owner = rank == 0 ? p->head : p->peers[peers[0]]->head;
+    struct control *control = at(owner, offset);
+    if (offset + control_bytes(size) > owner->size || control->size != (uint64_t)size) {
+        *why = "the control block is for another group";
+        return NULL;
+    }
+    pthread_mutex_lock(&p->opening);
+    reap(p);
+    struct group *g = atomic_load(&p->groups);
+    while (g && !g->reaped) g = g->next;
+    if (!g) {
+        g = calloc(1, sizeof *g);
+        pthread_mutex_init(&g->lock, NULL);
+        g->proc = p;
+        g->next = atomic_load(&p->groups);
+        atomic_store(&p->groups, g);
+    }
+    pthread_mutex_lock(&g->lock); /* threads may be passing by */
+    memset((char *)g + offsetof(struct group, open), 0, sizeof *g - offsetof(struct group, open));
+    g->rank = rank;
+    g->size = size;
+    g->control = control;
+    g->owns_control = rank == 0;
+    g->name = strdup(name);
+    g->ranks = malloc((size_t)size * sizeof *g->ranks);
+    memcpy(g->ranks, ranks, (size_t)size * sizeof *ranks);
+    g->peer = calloc((size_t)size, sizeof *g->peer);
+    g->heads = calloc((size_t)size, sizeof *g->heads);
+    g->slots = calloc((size_t)size, sizeof *g->slots);
+    g->channel = calloc((size_t)size, sizeof *g->channel);
+    for (int i = 0; i < size; i++) {
+        g->peer[i] = i == rank ? NULL : p->peers[peers[i]];
+        g->heads[i] = i == rank ? p->head : g->peer[i]->head;
+    }
+    g->chunk = (size_t)size * 16384 > CHUNK ? (size_t)size * 16384 : CHUNK;
+    g->open = true;
+    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_unlock(&p->opening);
+    return g;
+}
+
+void group_close(struct group *g) {
+    pthread_mutex_lock(&g->lock);
+    if (g->open) {
+        group_fail(g, "the group was closed on this rank", false);
+        g->open = false;
+        atomic_store(&g->control->member[g->rank].closed, 1);
+        publish(g);
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+void group_abort(struct group *g, const char *reason) {
+    pthread_mutex_lock(&g->lock);
+    if (g->open) group_fail(g, reason, true);
+    pthread_mutex_unlock(&g->lock);
+}
