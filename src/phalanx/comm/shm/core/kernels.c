@@ -1,12 +1,13 @@
-/* Reductions as tables of macros: per type and operation one loop over up to four inputs ("fold"), and a driver that leads the
- * blocks of any number of inputs through it. The loops are what vectorises. The driver keeps the running value of a block in the
- * L1 cache, so an input is read once and an output written once, however many there are.
+/* Reductions as tables of macros: per type and operation one loop over up to four inputs (a "fold"), which the compiler
+ * vectorises, and a driver that leads the blocks of any number of inputs through it. The running value of a block stays in the
+ * L1 cache, so every input is read once and every output written once.
  */
 #include "kernels.h"
 
 #include <string.h>
 
-/* A fused multiply-add rounds once where two operations round twice: bits would then depend on the instruction set. */
+/* A fused multiply-add rounds once where two operations round twice: bits would then depend on the instruction set. Loops with
+ * comparisons of floats vectorise only if nobody looks at the exception flags. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
@@ -20,6 +21,7 @@
 #include <immintrin.h>
 #endif
 
+/* PHX_NO_CLONES builds for the baseline CPU alone: ThreadSanitizer cannot live with the resolvers of clones. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(PHX_NO_CLONES)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -49,12 +51,12 @@ typedef uint16_t MEMORY u16;
 typedef uint32_t MEMORY u32;
 typedef uint64_t MEMORY u64;
 
-/* r = in[0] op ... op in[terms-1] over n components, 1 <= terms <= TERMS. An average is then divided by `count`. */
+/* r = in[0] op ... op in[terms-1] over n components, 1 <= terms <= TERMS; an average divides that by `count`. */
 typedef void (*fold_fn)(void *r, const void *const *in, int terms, size_t n, int count);
 
-/* A fold whose BODY makes component i of r from those of a, b, c and d, compiled for every number of terms. Several inputs in one
- * pass keep several streams of memory busy: four at once are 1.5 times as fast as one after the other for float32 out of DRAM,
- * 1.15 times out of the L2 cache. */
+/* A fold whose body makes component i of r from those of a, b, c and d, compiled for every number of terms. Several inputs in
+ * one pass keep several streams of memory busy: four at once were 1.5 times as fast as one after the other for float32 out of
+ * DRAM, 1.1 times out of the L2 cache. */
 #define LOOP(NAME, T, ...)                                                                                      \
     static inline __attribute__((always_inline)) void NAME##_loop(                                              \
         T *r, const T *a, const T *b, const T *c, const T *d, int terms, size_t n, int count) {                 \
@@ -118,7 +120,7 @@ static inline float float_of(uint32_t u) {
 FLOAT_FOLDS(f32)
 FLOAT_FOLDS(f64)
 
-/* bfloat16 is folded as words of two items: the halves of a 32-bit lane need no packing, which is 2.3 times as fast. */
+/* bfloat16 is folded as words of two items: the halves of a 32-bit lane need no packing, which is twice as fast. */
 typedef uint32_t __attribute__((may_alias, aligned(2))) bf16x2;
 #define FIRST(word) float_of((word) << 16)
 #define SECOND(word) float_of((word) & 0xffff0000)
@@ -130,8 +132,7 @@ static inline uint32_t to_bf16(float x) { /* in the upper half */
 
 static inline uint32_t packed(float first, float second) { return to_bf16(first) >> 16 | (to_bf16(second) & 0xffff0000); }
 
-#define TAKE(OP, word)                                                                                          \
-    x = FIRST(word), y = SECOND(word), v = OP(v, x), w = OP(w, y)
+#define TAKE(OP, word) x = FIRST(word), y = SECOND(word), v = OP(v, x), w = OP(w, y)
 #define BF16_FOLD(NAME, OP, END)                                                                                \
     LOOP(NAME, bf16x2, {                                                                                        \
         float v = FIRST(a[i]), w = SECOND(a[i]), x, y;                                                          \
@@ -175,8 +176,7 @@ FOLD(bool_and, u8, uint8_t, TRUTH, AND, SAME, SAME)
 FOLD(bool_or, u8, uint8_t, TRUTH, OR, SAME, SAME)
 FOLD(bool_xor, u8, uint8_t, TRUTH, XOR, SAME, SAME)
 
-
-/* Scalar, and for the baseline CPU alone: with AVX-512 gcc 12 makes fused multiply-adds of re and im, whatever it is told. */
+/* Scalar, and without clones: in its AVX-512 code gcc 12 fuses the multiply-adds of re and im although contraction is off. */
 #define COMPLEX_PRODUCT(NAME, T)                                                                                \
     static void NAME(void *r_, const void *const *in, int terms, size_t n, int count) {                         \
         T *r = r_;                                                                                              \
@@ -195,8 +195,8 @@ FOLD(bool_xor, u8, uint8_t, TRUTH, XOR, SAME, SAME)
 COMPLEX_PRODUCT(c64_product, f32)
 COMPLEX_PRODUCT(c128_product, f64)
 
-/* Half precision is widened block by block where it has no folds of its own, so that it is rounded once. The order of the widened
- * items is free: the first and second items of bfloat16 words lie apart. */
+/* Half precision that is not folded in one pass is widened block by block, and rounded once at the end. The order of the
+ * widened items is free: the first and the second items of bfloat16 words lie apart. */
 CLONES static void bf16_widen(float *to, const void *from_, size_t n) {
     const bf16x2 *from = from_;
     const size_t words = n / 2;
@@ -228,8 +228,8 @@ static inline uint16_t to_f16(float x) {
     return x != x ? 0x7e00 : h;
 }
 #else
-/* Normal numbers only change the exponent's bias. The small ones are m * 2^-24, and 0.5 + m * 2^-24 has m as its last bits:
- * one float addition shifts and, on the way back, rounds them, without a float subnormal that a CPU mode might flush to 0. */
+/* Normal numbers only change the exponent's bias. The small ones are m * 2^-24, and 0.5 + m * 2^-24 has m as its last bits: one
+ * float addition shifts them and, on the way back, rounds, with no float subnormal that a CPU mode might flush to zero. */
 static inline float from_f16(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7fff;
     const uint32_t normal = (magnitude << 13) + (magnitude < 0x7c00 ? 112u << 23 : 224u << 23);
@@ -257,7 +257,7 @@ CLONES static void f16_narrow(void *to_, const float *from, size_t n) {
     INDEPENDENT for (size_t i = 0; i < n; i++) to[i] = to_f16(from[i]);
 }
 
-#if defined(__x86_64__) && __GNUC__ >= 11
+#if defined(__x86_64__) && __GNUC__ >= 11 && !defined(PHX_NO_CLONES)
 #define HAS_F16C __builtin_cpu_supports("f16c")
 
 __attribute__((target("avx,f16c"))) static void f16c_widen(float *to, const void *from_, size_t n) {
@@ -308,9 +308,6 @@ static void reduce(fold_fn fold, fold_fn last, size_t word, ARGUMENTS) {
         spread(out, nout, offset, count * word);
     }
 }
-
-typedef void (*widen_fn)(float *to, const void *from, size_t n);
-typedef void (*narrow_fn)(void *to, const float *from, size_t n);
 
 typedef void (*widen_fn)(float *to, const void *from, size_t n);
 typedef void (*narrow_fn)(void *to, const float *from, size_t n);
@@ -422,18 +419,16 @@ size_t phx_itemsize(int dtype) {
 
 void phx_copy(void *dst, const void *src, size_t bytes, int streaming) {
 #if defined(__x86_64__)
-    if (streaming) {
-        const size_t head = -(uintptr_t)dst & 63;
+    const size_t head = -(uintptr_t)dst & 63; /* up to whole cache lines of the destination */
+    if (streaming && bytes >= head + 64) {
         char *to = dst;
         const char *from = src;
-        if (bytes >= head + 64) {
-            memcpy(to, from, head);
-            to += head, from += head, bytes -= head;
-            for (; bytes >= 64; to += 64, from += 64, bytes -= 64)
-                for (int i = 0; i < 64; i += 16)
-                    _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-        }
-        memcpy(to, from, bytes);
+        memcpy(to, from, head);
+        size_t i = head;
+        for (; i + 64 <= bytes; i += 64)
+            for (size_t j = i; j < i + 64; j += 16)
+                _mm_stream_si128((__m128i *)(to + j), _mm_loadu_si128((const __m128i *)(from + j)));
+        memcpy(to + i, from + i, bytes - i);
         _mm_sfence();
         return;
     }

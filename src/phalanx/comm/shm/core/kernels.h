@@ -19,15 +19,14 @@ enum phx_redop { PHX_SUM, PHX_AVG, PHX_PRODUCT, PHX_MIN, PHX_MAX, PHX_BAND, PHX_
 
 /* out[k][i] = in[0][i] op in[1][i] op ... op in[nin-1][i], strictly in that order, for every k < nout and i < n.
  *
- * nin >= 1, n counts items, pointers need the alignment of one component only. out[k] may equal any in[j], or overlap none.
- * The bits of a result depend on the inputs and their order alone: not on n, alignment, nout or the instruction set. With
- * nin == 1 the items are copied as they are (booleans become 0 or 1).
+ * nin and nout >= 1, n counts items, pointers need the alignment of one component only. out[k] may equal any in[j] or overlap
+ * none; the outputs are distinct. The bits of a result depend on the inputs and their order alone: not on n, alignment, nout or
+ * the instruction set.
  *
- * AVG is the sum divided by nin. F16 and BF16 are accumulated in float32 and rounded once, to nearest even. A NaN in any
- * input makes a NaN; arithmetic gives the one quiet NaN with an empty payload, MIN and MAX give the first NaN of the inputs.
- * Of equal values MIN and MAX give the last, which decides between -0 and +0. Integers wrap. Booleans count any byte but 0 as
- * true: SUM, MAX and BOR are or, PRODUCT, MIN and BAND are and. A complex product is (ac - bd, ad + bc) without further care
- * for infinities.
+ * AVG is the sum divided by nin. F16 and BF16 are accumulated in float32 and rounded once, to nearest even. A NaN in any input
+ * makes the quiet NaN without sign or payload. Of equal values MIN and MAX give the first, which decides between -0 and +0.
+ * Integers wrap. Booleans count any byte but 0 as true and come out as 0 or 1: SUM, MAX and BOR are or, PRODUCT, MIN and BAND
+ * are and. A complex product is (ac - bd, ad + bc) without further care for infinities.
  */
 typedef void (*phx_reduce_fn)(void *const *out, int nout, const void *const *in, int nin, size_t n);
 

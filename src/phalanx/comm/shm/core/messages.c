@@ -368,8 +368,12 @@ static bool lost(struct group *g, struct op *o, const bool *left, double time, c
     if (o->peer >= 0) {
         if (left[o->peer]) return gone(g, o->peer, reason, room);
     } else {
+        /* Whoever died might have been the one; who left in peace will have sent what it had to. */
         int there = 0;
-        for (int i = 0; i < g->size; i++) there += i != g->rank && !left[i];
+        for (int i = 0; i < g->size; i++) {
+            if (i != g->rank && left[i] && !peer_alive(g->peer[i])) return gone(g, i, reason, room);
+            there += i != g->rank && !left[i];
+        }
         if (!there) return gone(g, g->rank ? 0 : g->size - 1, reason, room);
     }
     if (time < o->deadline) return false;

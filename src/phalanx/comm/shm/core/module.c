@@ -213,9 +213,10 @@ static PyObject *run(struct op *o, bool wait) {
     Py_END_ALLOW_THREADS
     if (!wait) return PyLong_FromVoidPtr(o);
     if (!wait_for(o, -1)) { /* the caller's memory is about to go */
-        struct op *pending = o;
+        char reason[64];
+        PyOS_snprintf(reason, sizeof reason, "rank %d was interrupted", o->group->ranks[o->group->rank]);
         Py_BEGIN_ALLOW_THREADS
-        group_abort(pending->group, "a rank was interrupted");
+        group_abort(o->group, reason);
         Py_END_ALLOW_THREADS
         op_release(o);
         return NULL;
