@@ -325,7 +325,7 @@ def what_does_not_fit_is_refused(t: Transport, g: Group) -> None:
         refused(r"only the root", lambda: t.gather(torch.zeros(8, 3), b, 1, g))
 
 
-def _main(rank: int, store: str, report: str) -> None:
+def _main(rank: int, store: str, report: str, backend: str) -> None:
     """All cases in one process of a real process group; stops at the first that fails, since its peers may wait for it."""
     import json
     import traceback
@@ -340,9 +340,10 @@ def _main(rank: int, store: str, report: str) -> None:
     results: dict[str, str] = {}
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE, timeout=timedelta(seconds=20)
+            backend, store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE, timeout=timedelta(seconds=20)
         )
         world = init(Mesh(dp=2, tp=2), timeout=20.0)
+        assert world.transport.inner.backend == backend
         for name, run in CASES.items():
             run(world.transport, world.group(("dp", "tp")))
             results[name] = "passed"

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import phalanx.shm  # registers the backend
 from phalanx.comm.c10d import C10dTransport
 from phalanx.comm.transport import CommError
 
 
-def _main(rank: int, store: str, report: str, end: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3, timeout=timedelta(seconds=30))
+def _main(rank: int, store: str, report: str, backend: str, end: str) -> None:
+    dist.init_process_group(backend, store=dist.FileStore(store, 3), rank=rank, world_size=3, timeout=timedelta(seconds=30))
     transport = C10dTransport(torch.device("cpu"), timeout=30.0, owns_default=True)
     group = transport.group("world@0", range(3))
     x = torch.ones(4)

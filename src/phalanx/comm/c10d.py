@@ -1,4 +1,4 @@
-"""Ranks as processes, over torch.distributed: NCCL on CUDA, Gloo on CPU.
+"""Ranks as processes, over torch.distributed: NCCL on CUDA; on CPU shared memory or Gloo.
 
 A group is a process group of its own, opened by all ranks in one order. On CUDA each group and each one-way channel is a lane
 with its own stream: issuing makes the lane wait for the current stream, `wait` makes the current stream wait for the lane, and
@@ -25,6 +25,9 @@ from phalanx.comm.signature import Call
 from phalanx.comm.transport import CommError, Done, Group, Handle, ReduceOp, Transport
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# The names since torch 2.13; the older ones warn there.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _GLOO_NUMBERS = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64
 )  # fmt: skip
@@ -33,13 +36,19 @@ _GLOO_NUMBERS = (
 class C10dTransport(Transport):
     """This process's end of torch.distributed, whose default process group must be initialised.
 
-    With `owns_default` close() destroys the default process group too.
+    `backend` carries its groups: nccl, gloo or shm; by default that of the default process group. With `owns_default` close()
+    destroys the default process group too.
     """
 
-    def __init__(self, device: torch.device, *, timeout: float = 60.0, owns_default: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, backend: str | None = None, timeout: float = 60.0, owns_default: bool = False
+    ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = device
+        self.backend = backend if backend is not None else dist.get_backend()
+        if (device.type == "cuda") != (self.backend == "nccl"):
+            raise ValueError(f"backend {self.backend} does not carry tensors on {device.type}")
         self.timeout = timeout
         self._owns_default = owns_default
         self._lanes: dict[str, Lane] = {}
@@ -55,7 +64,7 @@ class C10dTransport(Transport):
         group = Group(name, tuple(ranks))
         if group.size == 1:
             return group
-        lane = self._open(group.ranks)
+        lane = self._open(group.ranks, name)
         if lane is not None:
             if name in self._lanes:
                 raise ValueError(f"group {name!r} is already open on rank {self.rank}")
@@ -66,14 +75,19 @@ class C10dTransport(Transport):
             for source in group.ranks:
                 for target in group.ranks:
                     if source != target:
-                        channel = self._open((source, target), one_way=True)
+                        channel = self._open((source, target), name, one_way=True)
                         if channel is not None:
                             self._channels[name, source, target] = channel
         return group
 
-    def _open(self, ranks: tuple[int, ...], *, one_way: bool = False) -> Lane | None:
+    def _open(self, ranks: tuple[int, ...], name: str, *, one_way: bool = False) -> Lane | None:
         """A new communicator; None if this rank is not in it. Connects now, so that no order of first use can deadlock."""
-        pg = dist.new_group(list(ranks), backend="nccl" if self.on_cuda else "gloo", timeout=timedelta(seconds=self.timeout))
+        options = None
+        if self.backend == "shm":
+            from phalanx.comm.shm.process_group import Options
+
+            options = Options(name=name)
+        pg = dist.new_group(list(ranks), timedelta(seconds=self.timeout), self.backend, options)
         if self.rank not in ranks:
             return None
         lane = Lane(pg, new_stream(self.device) if self.on_cuda else None)
@@ -103,10 +117,8 @@ class C10dTransport(Transport):
 
     def reduce_scatter(self, out: Tensor, x: Tensor, group: Group, op: ReduceOp = "sum") -> Handle:
         call = signature.reduce_scatter(out, x, group, op)
-        if self.on_cuda:
-            return self._issue(
-                call, group, (out, x), lambda pg: dist.reduce_scatter_tensor(out, x, _REDUCE[op], group=pg, async_op=True)
-            )
+        if self.backend != "gloo":
+            return self._issue(call, group, (out, x), lambda pg: _reduce_scatter(out, x, _REDUCE[op], group=pg, async_op=True))
         # On Gloo: an exchange of slices and a sum in rank order. It moves (n-1)/n of x, as a ring does, knows every dtype and
         # rounds the same way on every run.
         got = torch.empty_like(x)
@@ -124,9 +136,7 @@ class C10dTransport(Transport):
 
     def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         call = signature.all_gather(out, x, group)
-        return self._issue(
-            call, group, (out, x), lambda pg: dist.all_gather_into_tensor(_bytes(out), _bytes(x), group=pg, async_op=True)
-        )
+        return self._issue(call, group, (out, x), lambda pg: _all_gather(self._raw(out), self._raw(x), group=pg, async_op=True))
 
     def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], group: Group) -> Handle:
         call = signature.all_to_all(outs, ins, group)
@@ -135,7 +145,7 @@ class C10dTransport(Transport):
             raise ValueError(
                 f"all_to_all: rank {self.rank} sends itself {tuple(ins[mine].shape)} but expects {tuple(outs[mine].shape)}"
             )
-        if self.on_cuda or group.size == 1:
+        if self.backend != "gloo" or group.size == 1:
             received, sent = list(outs), list(ins)
             return self._issue(
                 call,
@@ -167,31 +177,33 @@ class C10dTransport(Transport):
 
     def broadcast(self, x: Tensor, root: int, group: Group) -> Handle:
         call = signature.broadcast(x, root, group)
-        return self._issue(call, group, (x,), lambda pg: dist.broadcast(_bytes(x), group.ranks[root], group=pg, async_op=True))
+        return self._issue(
+            call, group, (x,), lambda pg: dist.broadcast(self._raw(x), group.ranks[root], group=pg, async_op=True)
+        )
 
     def gather(self, out: Tensor | None, x: Tensor, root: int, group: Group) -> Handle:
         call = signature.gather(out, x, root, group, self.rank)
-        slots = None if out is None else [_bytes(slot) for slot in out.tensor_split(group.size)]
+        slots = None if out is None else [self._raw(slot) for slot in out.tensor_split(group.size)]
         return self._issue(
-            call, group, (out, x), lambda pg: dist.gather(_bytes(x), slots, group.ranks[root], group=pg, async_op=True)
+            call, group, (out, x), lambda pg: dist.gather(self._raw(x), slots, group.ranks[root], group=pg, async_op=True)
         )
 
     def scatter(self, out: Tensor, x: Tensor | None, root: int, group: Group) -> Handle:
         call = signature.scatter(out, x, root, group, self.rank)
-        pieces = None if x is None else [_bytes(piece) for piece in x.tensor_split(group.size)]
+        pieces = None if x is None else [self._raw(piece) for piece in x.tensor_split(group.size)]
         return self._issue(
-            call, group, (out, x), lambda pg: dist.scatter(_bytes(out), pieces, group.ranks[root], group=pg, async_op=True)
+            call, group, (out, x), lambda pg: dist.scatter(self._raw(out), pieces, group.ranks[root], group=pg, async_op=True)
         )
 
     def send(self, x: Tensor, peer: int, group: Group) -> Handle:
         call = signature.message("send", x, peer, group, self.rank)
         lane = self._channel(group, self.rank, group.ranks[peer])
-        return self._issue(call, group, (x,), lambda pg: dist.isend(_bytes(x), group.ranks[peer], group=pg), lane=lane)
+        return self._issue(call, group, (x,), lambda pg: dist.isend(self._raw(x), group.ranks[peer], group=pg), lane=lane)
 
     def recv(self, x: Tensor, peer: int, group: Group) -> Handle:
         call = signature.message("recv", x, peer, group, self.rank)
         lane = self._channel(group, group.ranks[peer], self.rank)
-        return self._issue(call, group, (x,), lambda pg: dist.irecv(_bytes(x), group.ranks[peer], group=pg), lane=lane)
+        return self._issue(call, group, (x,), lambda pg: dist.irecv(self._raw(x), group.ranks[peer], group=pg), lane=lane)
 
     def barrier(self, group: Group) -> Handle:
         call = signature.barrier()
@@ -200,6 +212,13 @@ class C10dTransport(Transport):
             token = torch.zeros(1, device=self.device)
             return self._issue(call, group, (token,), lambda pg: dist.all_reduce(token, group=pg, async_op=True))
         return self._issue(call, group, (), lambda pg: dist.barrier(group=pg, async_op=True))
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        if self.backend != "shm" or self.world_size == 1:
+            return None
+        from phalanx.comm.shm.arena import empty
+
+        return empty(numel, dtype=dtype)
 
     def close(self) -> None:
         """Release the communicators. After a failure they are disconnected first: they would wait for the dead."""
@@ -219,19 +238,22 @@ class C10dTransport(Transport):
         if self._failure is None:
             self._failure = reason
             leave_word(self.rank, repr(reason))
-            self._disconnect()
+            self._disconnect(f"gave up with {reason!r}")
 
     def _all_lanes(self) -> list[Lane]:
         return [*self._lanes.values(), *self._channels.values()]
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, reason: str) -> None:
         for lane in self._all_lanes():
             with suppress(RuntimeError):  # a communicator that is already broken has nothing left to drop
-                lane.pg.abort()
+                if self.backend == "shm":
+                    lane.pg.abort(reason)
+                else:
+                    lane.pg.abort()
 
     def _reduction(self, x: Tensor, op: ReduceOp, group: Group) -> tuple[Any, Callable[[], None] | None]:
         """The backend's reduction, and what is left to do after it."""
-        if self.on_cuda:
+        if self.backend != "gloo":
             return _REDUCE[op], None
         if x.dtype not in _GLOO_NUMBERS:
             raise ValueError(f"Gloo cannot reduce {x.dtype}; convert to one of {', '.join(map(str, _GLOO_NUMBERS))}")
@@ -242,6 +264,10 @@ class C10dTransport(Transport):
             x.div_(group.size)
 
         return _REDUCE["sum"], divide
+
+    def _raw(self, x: Tensor) -> Tensor:
+        """What to hand to an operation that moves x. Shared memory knows all types, and reports ranks that disagree on one."""
+        return x.detach() if self.backend == "shm" else _bytes(x)
 
     def _channel(self, group: Group, source: int, target: int) -> Lane | None:
         if not self.on_cuda:
@@ -310,13 +336,17 @@ class C10dTransport(Transport):
 
     def _fail(self, call: Call, group: Group, error: RuntimeError) -> NoReturn:
         """Disconnect, so that the other ranks notice, and raise CommError with the ranks of the group that are to blame."""
-        blame = ""
-        if self._failure is None:
-            self._disconnect()
-            blame = roll_call(self.rank, group.ranks)
-        failure = CommError(f"rank {self.rank}: {call.on(group)} failed{blame}: {str(error).partition(chr(10))[0]}")
-        failure.__cause__ = error
-        if self._failure is None:
+        said = str(error).partition("\n")[0]
+        first = self._failure is None
+        if first:
+            self._disconnect(f"failed before: {said}")
+        if isinstance(error, CommError):  # shared memory knows who is to blame
+            failure = error
+        else:
+            blame = roll_call(self.rank, group.ranks) if first else ""
+            failure = CommError(f"rank {self.rank}: {call.on(group)} failed{blame}: {said}")
+            failure.__cause__ = error
+        if first:
             self._failure = failure
         raise failure
 

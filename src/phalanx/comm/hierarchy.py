@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from phalanx.comm import schemes, signature
@@ -170,6 +171,9 @@ class HierarchicalTransport(Transport):
 
     def barrier(self, group: Group) -> Handle:
         return self._of(group).barrier(group)
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.inside.shared(numel, dtype)
 
     def close(self) -> None:
         """Wait for the calls in flight, then release both transports; idempotent."""

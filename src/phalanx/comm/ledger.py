@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from phalanx.comm.signature import numbytes
@@ -185,6 +186,9 @@ class Recorded(Transport):
         if not self.ledger.enabled:
             return self.inner.barrier(group)
         return self.ledger.issue("barrier", group, 0, lambda: self.inner.barrier(group))
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.inner.shared(numel, dtype)
 
     def close(self) -> None:
         self.inner.close()

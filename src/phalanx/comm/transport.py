@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -132,6 +133,11 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, group: Group) -> Handle: ...
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A new one-dimensional tensor, values undefined, in memory where this transport's collectives need no copies of their
+        own; None if no memory is better than any other. Its storage cannot be resized."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -44,12 +44,16 @@ class Place:
 
 @dataclass(eq=False)
 class Gradients:
-    """The accumulators of one segment's parameters: their place in the flat, and memory only while a step needs it."""
+    """The accumulators of one segment's parameters: their place in the flat, and memory only while a step needs it.
+
+    Memory that the transport shares between ranks cannot be given back and taken again under the same views: it stays.
+    """
 
     start: int
     data: Tensor
     gaps: list[Tensor]
     """What lies behind parameters: it is summed and updated with them, and must stay zero."""
+    shared: bool = False
     held: bool = True
 
     def hold(self) -> None:
@@ -61,8 +65,9 @@ class Gradients:
                 torch._foreach_zero_(self.gaps)
 
     def release(self) -> None:
-        self.data.untyped_storage().resize_(0)
-        self.held = False
+        if not self.shared:
+            self.data.untyped_storage().resize_(0)
+            self.held = False
 
 
 @dataclass

@@ -120,9 +120,15 @@ class Parameters:
                 own = list(run)
                 first = own[0].start
                 numel = own[-1].start + own[-1].stored - first
-                data = torch.zeros(numel, dtype=accumulator(dtype), device=self.world.device)
+                shared = self.world.transport.shared(numel, accumulator(dtype)) if any(place.axes for place in own) else None
+                data = (
+                    shared.zero_()
+                    if shared is not None
+                    else torch.zeros(numel, dtype=accumulator(dtype), device=self.world.device)
+                )
                 ends = [(place.start + place.numel - first, place.start + place.stored - first) for place in own]
-                gradients[segment] = Gradients(first, data, [data[end:stop] for end, stop in ends if end < stop])
+                gaps = [data[end:stop] for end, stop in ends if end < stop]
+                gradients[segment] = Gradients(first, data, gaps, shared is not None)
             flats.append(Flat(dtype, trainable, tuple(laid), values, gradients))
         return tuple(flats)
 
