@@ -29,6 +29,7 @@ FATAL = {
     # Ranks 0 and 2 may be through with their broadcast before rank 1 comes.
     "root": ((1,), rf"root mismatch in call 1 of {GROUP}: (?=.*{THEY} called broadcast of 4 float32 with root 0 at {AT}).*rank 1 called .* with root 1 at {AT}"),
     "order": ((0, 1), rf"deadlock, group '1' and group '2' are used in different orders: rank 0 waits in all_reduce.* at {AT}, rank 1 waits"),
+    "order_elsewhere": ((0, 1), rf"deadlock, group '1' and group '2' are used in different orders: rank 0 waits in all_reduce.* at {AT}, rank 1 waits"),
     "send_without_receive": ((0, 1, 2), r"deadlock, rank 0 sends but rank 1 never receives: rank 0 waits in send of 16,777,216 .*, rank 1 waits in all_reduce"),
     "receive_without_send": ((0, 1, 2), r"deadlock, rank 1 receives but rank 0 never sends: rank 0 waits in all_reduce.*, rank 1 waits in recv of 4 float32 from rank 0"),
     "ring_of_sends": ((0, 1, 2), r"deadlock, every rank sends first and none receives: rank 0 .* to rank 1 .*, rank 1 .* to rank 2 .*, rank 2 .* to rank 0"),
@@ -39,12 +40,16 @@ FATAL = {
     "branch": ((0,), rf"rank [12] destroyed its process group without all_reduce 1 of {GROUP}: rank 0 waits in .* stands under `if r.rank == 0:`"),
     "new_group": ((0, 1, 2), r"new_group disagreement about group '1': ranks 1 and 2 asked for ranks \[1, 2\] at .*; rank 0 asked for ranks \[0, 1\] at"),
     "destroyed": ((0,), rf"rank 1 destroyed group '1' at {AT}: rank 0 waits in all_reduce"),
-    "raised": ((0, 2), rf"rank 1 raised in all_reduce\(max\) of 4 float32 at {AT}: \w+Error: .*; ranks 0 and 2 wait for its part"),
+    "raised": ((0, 2), rf"rank 1 raised in all_reduce\(max\) of 4 float32 at {AT}: \w+Error: .*; ranks? (?:0|2|0 and 2) waits? for its part"),
     "died": ((0, 1), rf"rank 2 is gone.*: ranks? .* waits? in all_reduce.* at {AT}; its last operation was all_reduce"),
 }  # fmt: skip
 # {case: (the ranks that say it, what they say)}; the run goes on.
 SAID = {
     "missing": ((0, 1), rf"rank 2 has not called all_reduce 1 of {GROUP}: ranks 0 and 1 wait in .*; rank 2 is at {AT[:-3]}"),
+    "missing_elsewhere": (
+        (0, 1),
+        rf"rank 2 has not called all_reduce 1 of {GROUP}: ranks 0 and 1 wait in .*; rank 2 is at {AT[:-3]}",
+    ),
     "straggler": ((0,), r"ranks? (?:1|2|1 and 2) (?:is|are) late but makes progress at .*: rank 0 waits in all_reduce"),
     "store": ((0,), rf"rank 1 is blocked in a store or rendezvous at {AT}: ranks? .* waits? in all_reduce"),
     "never_waited": (
@@ -74,7 +79,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
             process.kill()
             process.join()
     found = {}
-    for case in folder.iterdir():
+    for case in (folder / "cases").iterdir():
         paths = [case / f"told.{rank}" for rank in range(SIZE)]
         found[case.name] = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
     return found

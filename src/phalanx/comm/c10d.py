@@ -47,7 +47,7 @@ class C10dTransport(Transport):
         self.world_size = dist.get_world_size()
         self.device = device
         self.backend = backend if backend is not None else dist.get_backend()
-        if (device.type == "cuda") != (self.backend == "nccl"):
+        if (device.type == "cuda") != (self.backend.removeprefix("watched:") == "nccl"):
             raise ValueError(f"backend {self.backend} does not carry tensors on {device.type}")
         self.timeout = timeout
         self._owns_default = owns_default
@@ -87,7 +87,7 @@ class C10dTransport(Transport):
             from phalanx.comm.shm.process_group import Options
 
             options = Options(name=name)
-        pg = dist.new_group(list(ranks), timedelta(seconds=self.timeout), self.backend, options)
+        pg = dist.new_group(list(ranks), timedelta(seconds=self.timeout), self.backend, options, group_desc=name)
         if self.rank not in ranks:
             return None
         lane = Lane(pg, new_stream(self.device) if self.on_cuda else None)

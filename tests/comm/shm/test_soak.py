@@ -19,7 +19,7 @@ ENDS = [pytest.param(seed, marks=pytest.mark.nightly if seed >= 4 else ()) for s
 OPERATIONS = 1000
 OPERATIONS_BEFORE_AN_END = 60
 SECONDS = 1.0
-BUSY_SECONDS = 2.0
+BUSY_SECONDS = 5.0
 """How long a survivor may be kept from the processor by the other tests."""
 
 

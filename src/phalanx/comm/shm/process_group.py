@@ -7,16 +7,19 @@ results are copied back when the operation is done, not when somebody asks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch._C._dynamo import eval_frame
 
 from phalanx.comm.shm import _core
 from phalanx.comm.shm.arena import empty
@@ -36,7 +39,7 @@ from phalanx.comm.shm.tensors import (
     target,
     why_no_kernel,
 )
-from phalanx.comm.shm.work import Flight, Work
+from phalanx.comm.shm.work import Flight, Work, WorkFuture
 
 _ALL_GATHER, _ALL_REDUCE, _ALL_TO_ALL = c10d.AllgatherOptions(), c10d.AllreduceOptions(), c10d.AllToAllOptions()
 _BARRIER, _BROADCAST, _GATHER = c10d.BarrierOptions(), c10d.BroadcastOptions(), c10d.GatherOptions()
@@ -87,13 +90,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._name, self._description = name, "undefined"
         self._sequence = 0
         self._batch: list[Work] | None = None  # of a coalesced call that is being collected
+        # DDP's join hands the Work of a count to its reducer in C++ and drops it here. C++ then holds but half of the object, whose
+        # other half, with `wait`, is Python's: so the last few Works of counts stay alive.
+        self._recent: deque[Work] = deque(maxlen=8)
         self._set_default_timeout(timeout)
         self.group = open_group(store, rank, ranks, options.name or name, self._seconds, options.ways, options.host)
 
     # Collectives
 
-    def allreduce(self, tensors: list[Tensor], opts: c10d.AllreduceOptions = _ALL_REDUCE) -> Work | None:
-        (x,) = tensors
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: c10d.AllreduceOptions = _ALL_REDUCE) -> Work | None:
+        (x,) = tensors = [tensors] if isinstance(tensors, Tensor) else tensors  # DDP's join uses C++'s overload for one
         dtype, reduce = self._kernel("all_reduce", x, opts.reduceOp)
         if is_plain(x):
             address = x.data_ptr()
@@ -252,7 +258,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device = _CPU) -> Work:
         works, self._batch = self._batch or [], None
         flights = tuple(flight for work in works for flight in work._flights)
-        return Work(flights, [x for work in works for x in work._result])
+        return Work(flights, [x for work in works for x in work.tensors])
 
     def _coalesced(self, calls: Sequence[Callable[[], Work | None]], opts: Any) -> Work | None:
         outer = self._batch
@@ -349,6 +355,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._batch.append(work)
         elif not asynchronous:
             work.wait()
+        elif sum(x.nbytes for x in work.tensors) <= 64:
+            self._recent.append(work)
         return work if asynchronous else None
 
     # What c10d asks of a process group and of its backend, which is this too
@@ -414,3 +422,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Make everything in flight fail on every rank of the group, then leave it. The others are told this rank's `reason`."""
         self.group.abort(f"rank {self.group.ranks[self._rank]} {reason}")
         self.group.close("was aborted on this rank")
+
+
+def _hide_from_compiler() -> None:
+    """torch.compile of a DDP model would trace into these methods when the reducer, in C++, calls them."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for cls in (ProcessGroup, Work, WorkFuture):
+        for member in vars(cls).values():
+            if isinstance(member, FunctionType):
+                eval_frame.set_code_exec_strategy(member.__code__, skip)
+
+
+_hide_from_compiler()

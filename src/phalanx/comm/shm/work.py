@@ -182,7 +182,7 @@ class Work(dist.Work):
     def __init__(self, flights: tuple[Flight, ...], result: list[Tensor]) -> None:
         super().__init__()
         self._flights = flights
-        self._result = result
+        self.tensors = result
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -210,7 +210,7 @@ class Work(dist.Work):
 
     def result(self) -> list[Tensor]:
         self.wait()
-        return self._result
+        return self.tensors
 
     def source_rank(self) -> int:
         """Position in the group of the sender of a message that was received."""
@@ -222,12 +222,12 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors that the call gives."""
         if self._future is None:
-            self._future = _WorkFuture(self)
+            self._future = WorkFuture(self)
             _resolve(self, self._future)
         return self._future
 
 
-class _WorkFuture(torch.futures.Future[Any]):
+class WorkFuture(torch.futures.Future[Any]):
     """A callback may wait for the future of another call: in the completer's thread nobody else would settle that."""
 
     def __init__(self, work: Work) -> None:
@@ -246,7 +246,7 @@ class _WorkFuture(torch.futures.Future[Any]):
 
 def _resolve(work: Work, future: torch.futures.Future[Any]) -> None:
     """Set the future when the last of its flights is settled."""
-    flights, result = work._flights, work._result
+    flights, result = work._flights, work.tensors
     is_last = [True, *[False] * (len(flights) - 1)]  # popping from a list is atomic: the last to be settled gets the True
 
     def settled() -> None:

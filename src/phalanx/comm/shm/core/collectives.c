@@ -470,7 +470,7 @@ void collectives_inspect(struct group *g, double time) {
         if (missing < 0) missing = i;
     }
     if (time < o->deadline) return;
-    int n = snprintf(reason, sizeof reason, "rank %d waited %g s for", g->ranks[g->rank], o->timeout), named = 0;
+    int n = snprintf(reason, sizeof reason, "timed out: rank %d waited %g s for", g->ranks[g->rank], o->timeout), named = 0;
     for (int i = 0; i < g->size && n < (int)sizeof reason - 700; i++) {
         struct member *m = &g->control->member[i];
         uint64_t there = o->announced ? atomic_load(&m->freed) : atomic_load(&m->arrived);

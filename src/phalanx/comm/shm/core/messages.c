@@ -380,11 +380,11 @@ static bool lost(struct group *g, struct op *o, const bool *left, double time, c
     char where[1024] = "nobody has sent a message with this tag";
     if (o->peer >= 0) whereabouts(g, o->peer, where, sizeof where);
     if (o->kind == SEND)
-        snprintf(reason, room, "waited %g s for rank %d to receive it; %s", o->timeout, g->ranks[o->peer], where);
+        snprintf(reason, room, "timed out: waited %g s for rank %d to receive it; %s", o->timeout, g->ranks[o->peer], where);
     else if (o->peer >= 0)
-        snprintf(reason, room, "waited %g s, but rank %d has not sent it; %s", o->timeout, g->ranks[o->peer], where);
+        snprintf(reason, room, "timed out: waited %g s, but rank %d has not sent it; %s", o->timeout, g->ranks[o->peer], where);
     else
-        snprintf(reason, room, "waited %g s; %s", o->timeout, where);
+        snprintf(reason, room, "timed out: waited %g s; %s", o->timeout, where);
     return true;
 }
 
