@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import re
+import runpy
+import time
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from mistakes import (
     batchnorm,
     bias_counted_twice,
@@ -15,6 +22,7 @@ from mistakes import (
 )
 
 import phalanx as phx
+from phalanx.cli.doctor import run as doctor
 from phalanx.schedule.check import ScheduleError, check
 from phalanx.schedule.waits import CHANNELS
 
@@ -79,3 +87,74 @@ def test_right_is_one_process_and_wrong_is_not(mistake) -> None:  # type: ignore
         for right, wrong in zip(local.run(mistake.right), local.run(mistake.wrong), strict=True):
             assert (right - truth).abs().max() < EXACT
             assert (wrong - truth).abs().max() > 0.1
+
+
+# Stock scripts of torch.distributed, as processes.
+
+HERE = Path(__file__).parent
+STOCK = HERE.parents[1] / "examples" / "lecture" / "mistakes" / "stock"
+SEND = r"rank 0 sends but rank 1 never receives: rank 0 waits in send of {} float32 to rank 1 at \S+, rank 1 waits in barrier"
+# {name and arguments: (ranks, the doctor's line)}
+MISTAKES = {
+    "skipped_all_reduce": (
+        2,
+        r"^different operations in call 1 of group '0' \(default_pg\): "
+        r"rank 0 called all_reduce\(sum\) of 1 float32 at skipped_all_reduce.py:\d+; "
+        r"rank 1 called broadcast of 1 float32 with root 0 at skipped_all_reduce.py:\d+; "
+        r"at skipped_all_reduce.py:\d+ rank 0 made 1 calls, rank 1 made 0 calls$",
+    ),
+    "send_without_receive 1": (2, "^deadlock, " + SEND.format("1")),
+    "send_without_receive 16777216": (2, "^deadlock, " + SEND.format("16,777,216")),
+    "swapped_sends": (2, r"^message size mismatch: rank 0 called send of 4 float32 to rank 1 .* recv of 2 float32 from rank 0"),
+    "ring_of_sends": (
+        3,
+        r"^deadlock, every rank sends first and none receives: rank 0 .*to rank 1 .*rank 1 .*to rank 2 .*rank 2 ",
+    ),
+    "wrong_dtype": (2, r"^dtype mismatch in call 1 .*rank 0 called all_reduce\(sum\) of 4 float32 .*rank 1 .* of 4 int32 at"),
+    "sum_against_max": (2, r"^reduce op mismatch in call 1 .*rank 0 called all_reduce\(sum\).*rank 1 called all_reduce\(max\)"),
+    "rank_zero_only": (2, r"^rank 1 destroyed its process group without all_reduce 1 .*: rank 0 waits .*under `if rank == 0:`"),
+    "uneven_batches": (
+        2,
+        r"^uneven: rank 1 made 3 calls of all_reduce at uneven_batches.py:\d+ and destroyed its process group; "
+        r"rank 0 waits in all_reduce\(sum\) of 1 float32 at uneven_batches.py:\d+, call 4 there$",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folders of all stock mistakes, which are made at the same time."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "torch.testing", "pytest"])
+    stores, processes = [], []
+    for script, (ranks, _) in MISTAKES.items():
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores.append(store)
+        for rank in range(ranks):
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+            environment |= {"PHALANX_RUN_DIR": str(folder / script), "PHALANX_PATIENCE": "0.5"}
+            path, *rest = script.split()
+            job = [f"{STOCK / path}.py", *rest], environment, str(STOCK.parents[3] / "src")
+            processes.append(
+                context.Process(
+                    target=runpy.run_path, args=(str(HERE / "stock_rank.py"), {"JOB": job}, "__rank__"), daemon=True
+                )
+            )
+            processes[-1].start()
+    until = time.monotonic() + 90
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return folder
+
+
+@pytest.mark.parametrize("script", MISTAKES)
+def test_the_doctor_has_one_line_for_it(script: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([str(runs / script)]) == doctor.WRONG
+    line = capsys.readouterr().out.splitlines()[0]
+    assert re.search(MISTAKES[script][1], line), line
