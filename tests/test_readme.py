@@ -1,22 +1,31 @@
-"""What README and guide show is true: their Python runs and prints what they say, commands parse, links exist."""
+"""What README, guide and the page on communication show is true: Python runs and prints what they say, commands parse, links exist."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import tyro
 
 from phalanx.cli import COMMANDS, explain, main, options, train, verify
+from phalanx.comm import shm
 from phalanx.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
+COMMUNICATION = (ROOT / "docs" / "communication.md").read_text()
+LECTURE = (ROOT / "examples" / "lecture" / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PYTHON = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 COMMAND = re.compile(r"^ +(?:\.venv/bin/)?phalanx ([^#\n]+)", re.MULTILINE)
 
 
@@ -35,7 +44,7 @@ def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_guide_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     """Its Python as one session, then `explain`. Losses are float32 of another machine: four digits of seven."""
     scope: dict[str, Any] = {"__name__": "guide"}
-    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", GUIDE, re.DOTALL)
+    blocks = PYTHON.findall(GUIDE)
     assert len(blocks) > 5
     for code, printed in blocks:
         exec(compile(code, "guide.md", "exec"), scope)
@@ -56,10 +65,74 @@ def alike(shown: str, said: str) -> None:
             assert word == other, shown
 
 
-@pytest.mark.parametrize("line", COMMAND.findall(README + GUIDE))
+def blocks_of_communication() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(code, what it prints) of the blocks that stand alone, and of the script for two ranks that the others are."""
+    blocks = PYTHON.findall(COMMUNICATION)
+    start = next(at for at, (code, _) in enumerate(blocks) if "init_process_group" in code)
+    return blocks[:start], blocks[start:]
+
+
+def test_the_page_on_communication_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, _ = blocks_of_communication()
+    assert alone
+    for code, printed in alone:
+        exec(compile(code, "communication.md", "exec"), {})
+        alike(capsys.readouterr().out, printed)
+
+
+@pytest.mark.skipif(shm.available() is not None, reason=str(shm.available()))
+def test_its_script_for_two_ranks_prints_what_it_says(tmp_path: Path) -> None:
+    _, blocks = blocks_of_communication()
+    path = tmp_path / "script.py"
+    path.write_text("".join(code for code, _ in blocks))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    around = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    around |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "PHALANX_RUN_DIR": str(tmp_path / "run")}
+    with (tmp_path / "err").open("w+") as errors:
+        command = [sys.executable, "-W", "ignore", str(path)]
+        ranks = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**around, "RANK": str(rank)})
+            for rank in range(2)
+        ]
+        try:
+            shown = [process.communicate(timeout=100)[0] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        errors.seek(0)
+        assert [process.returncode for process in ranks] == [0, 0], errors.read()
+    alike(shown[0].replace(f"{tmp_path}/", ""), "".join(printed for _, printed in blocks))
+    assert not shown[1]
+
+
+@pytest.mark.parametrize(("command", "shown"), re.findall(r"\$ phalanx (.*)\n((?:.*\n)*?)```", COMMUNICATION))
+def test_its_commands_print_what_it_shows(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run of lines between `...` occurs in the output, in this order; how the output is broken into lines does not count."""
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)) == 0
+    rest = " ".join(capsys.readouterr().out.split())
+    for run in shown.split("...\n"):
+        words = " ".join(run.split())
+        assert words in rest, run
+        rest = rest.partition(words)[2] if words else rest
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(COMMAND.findall(README + GUIDE + COMMUNICATION + LECTURE)))
 def test_commands_are_understood(line: str) -> None:
     name, *args = shlex.split(line)
     assert name in COMMANDS
+    if name in ("bench", "doctor", "show"):
+        home = "phalanx.cli.show" if name == "show" else f"phalanx.cli.{name}.{args.pop(0)}"
+        tyro.cli(importlib.import_module(home).Options, args=args)
     rooms: dict[str, Any] = {
         "train": (train, TrainConfig),
         "verify": (verify, verify.Verified),
@@ -71,10 +144,12 @@ def test_commands_are_understood(line: str) -> None:
         parsed.run.check()
 
 
-@pytest.mark.parametrize("text", [README, CONTRIBUTING, GUIDE])
-def test_links_exist(text: str) -> None:
-    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/communication.md", "examples/lecture/README.md"]
+)
+def test_links_exist(page: str) -> None:
+    for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / link).exists(), link
 
 
 @pytest.mark.parametrize("text", [README, CONTRIBUTING])
@@ -89,3 +164,14 @@ def test_rooms_that_are_named_exist() -> None:
     for path in set(re.findall(r"`(src/phalanx/[\w./]+|(?:comm|derive|run|train)/[\w]+\.py|tests/[\w./]*)`", CONTRIBUTING)):
         full = path if path.startswith(("src", "tests")) else f"src/phalanx/{path}"
         assert (ROOT / full).exists(), path
+
+
+def test_files_that_the_page_on_communication_names_exist() -> None:
+    named = set(re.findall(r"`((?:src|tests|examples|comm)/[\w./]+)`", COMMUNICATION))
+    scripts = {
+        f"examples/lecture/mistakes/stock/{name}" for name in re.findall(r"^\| `(\w+\.py)` \|", COMMUNICATION, re.MULTILINE)
+    }
+    assert len(named) > 5
+    assert scripts == {str(path.relative_to(ROOT)) for path in (ROOT / "examples/lecture/mistakes/stock").glob("*.py")}
+    for path in named:
+        assert (ROOT / (f"src/phalanx/{path}" if path.startswith("comm") else path)).exists(), path

@@ -203,8 +203,8 @@ def test_a_wrong_file_is_refused(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "links need at least 2 ranks, there are 0"),
-        (["--ranks", "1"], "links need at least 2 ranks, there are 1"),
+        ([], "say how many ranks to start, at least 2"),
+        (["--ranks", "1"], "say how many ranks to start, at least 2"),
         (["--ranks", "2", "--repeats", "0"], "--repeats 0"),
         (["--ranks", "2", "--backend", "tcp"], "no backend 'tcp'"),
         (["--ranks", "2", "--from", "x.json"], "leave --ranks out"),

@@ -46,7 +46,7 @@ static struct group *open_group(struct proc *p) {
     if (rank == 0) {
         struct control *c = proc_allocate(p, control_bytes(size));
         memset(c, 0, control_bytes(size));
-        c->size = (uint64_t)size;
+        c->size = (uint64_t)size, c->stamp = 1;
         meeting->control = offset_of(p, c);
     }
 #ifdef WITH_MPI

@@ -120,7 +120,8 @@ def machine(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else None
     cpu = model[1].strip() if model else "CPU"
     gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
-    return f"{gpu}{cpu}, {torch.get_num_threads()} threads a rank, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"{gpu}{cpu}, {threads} thread{'s' * (threads > 1)} a rank, torch {torch.__version__}"
 
 
 def tables(profile: Profile) -> list[Table]:

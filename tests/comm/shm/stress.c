@@ -97,7 +97,7 @@ static void *run(void *argument) {
         for (int k = 0; k < 2; k++) {
             struct control *c = proc_allocate(&r->proc, control_bytes(n));
             memset(c, 0, control_bytes(n));
-            c->size = (uint64_t)n;
+            c->size = (uint64_t)n, c->stamp = (uint64_t)k + 1;
             r->controls[k] = offset_of(&r->proc, c);
         }
     }

@@ -60,9 +60,7 @@ def main(args: list[str]) -> int:
     outer = launch_from(os.environ)
     count = options.ranks if options.ranks is not None else outer.size if outer is not None else 0
     if count < 2:
-        raise ValueError(
-            f"links need at least 2 ranks, there are {count}: pass --ranks, or start it with torchrun, srun or mpirun"
-        )
+        raise ValueError("say how many ranks to start, at least 2, as in --ranks 4; or start it with torchrun, srun or mpirun")
     check_backend(options.backend)
     mesh = Mesh(dp=count)
     if options.backend == "threads":

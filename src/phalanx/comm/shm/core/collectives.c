@@ -13,6 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define STEPS 16                /* of an operation before others get their turn: a few hundred microseconds */
+#define PIECE ((size_t)1 << 20) /* a step without staging */
 #define STREAM ((size_t)8 << 20) /* results beyond this are stored around the caches, which they would only flush */
 
 static struct member *self(struct group *g) { return &g->control->member[g->rank]; }
@@ -227,9 +229,13 @@ static uint64_t direct_source(const struct op *o) {
     }
 }
 
-static void run_direct(struct op *o) {
+/* One piece of it; true when that was the last. */
+static bool run_direct(struct op *o) {
     struct group *g = o->group;
-    size_t bytes = o->count * o->item, place, part;
+    size_t bytes = o->count * o->item, place = 0, part = bytes;
+    if (o->kind == ALL_REDUCE) part = section(o, bytes, g->rank, &place);
+    size_t start = o->moved, piece = min(part - start, PIECE);
+    o->moved += piece;
     bool stream = bytes * (size_t)g->size >= STREAM;
     int parity = (int)(o->number & 1), me = g->rank, root = (int)o->root;
     uint8_t *src[g->size];
@@ -237,40 +243,42 @@ static void run_direct(struct op *o) {
     void *out[g->size];
     for (int i = 0; i < g->size; i++) {
         uint64_t offset = atomic_load_explicit(&g->control->member[i].source[parity], memory_order_relaxed);
-        src[i] = offset == ANYWHERE ? NULL : at(g->heads[i], offset - 1);
+        src[i] = offset == ANYWHERE ? NULL : (uint8_t *)at(g->heads[i], offset - 1) + start;
     }
-    switch (o->kind) {
+    if (piece) switch (o->kind) {
     case ALL_REDUCE:
-        if (!(part = section(o, bytes, me, &place))) break;
         for (int i = 0; i < g->size; i++) in[i] = out[i] = src[i] + place;
-        o->kernel(out, g->size, in, g->size, part / o->item);
+        o->kernel(out, g->size, in, g->size, piece / o->item);
         break;
     case REDUCE_SCATTER:
         for (int i = 0; i < g->size; i++) in[i] = src[i] + (size_t)me * bytes;
-        out[0] = o->dst[0];
-        o->kernel(out, 1, in, g->size, o->count);
+        out[0] = o->dst[0] + start;
+        o->kernel(out, 1, in, g->size, piece / o->item);
         break;
     case ALL_GATHER:
     case GATHER:
         if (o->kind == GATHER && me != root) break;
         for (int i = 0; i < g->size; i++) {
-            const uint8_t *from = i == me ? o->src[0] : src[i];
-            if (o->dst[i] != from) phx_copy(o->dst[i], from, bytes, stream);
+            const uint8_t *from = i == me ? o->src[0] + start : src[i];
+            if (o->dst[i] + start != from) phx_copy(o->dst[i] + start, from, piece, stream);
         }
         break;
     case BROADCAST:
-        if (o->dst[0] && o->dst[0] != src[root]) phx_copy(o->dst[0], src[root], bytes, bytes >= STREAM);
+        if (o->dst[0] && o->dst[0] + start != src[root]) phx_copy(o->dst[0] + start, src[root], piece, bytes >= STREAM);
         break;
-    case SCATTER:
-        if (o->dst[0] != src[root] + (size_t)me * bytes) phx_copy(o->dst[0], src[root] + (size_t)me * bytes, bytes, bytes >= STREAM);
+    case SCATTER: {
+        const uint8_t *from = src[root] + (size_t)me * bytes;
+        if (o->dst[0] + start != from) phx_copy(o->dst[0] + start, from, piece, bytes >= STREAM);
         break;
+    }
     case ALL_TO_ALL:
         for (int i = 0; i < g->size; i++) {
             const uint8_t *from = src[i] + (size_t)me * bytes;
-            if (o->dst[i] != from) phx_copy(o->dst[i], from, bytes, stream);
+            if (o->dst[i] + start != from) phx_copy(o->dst[i] + start, from, piece, stream);
         }
         break;
     }
+    return o->moved == part;
 }
 
 /* ---- the operation ---- */
@@ -344,7 +352,7 @@ static bool mismatch(struct op *o, char *reason, size_t room) {
         char one[512], two[512];
         signature_text(g, 0, parity, one, sizeof one);
         signature_text(g, other, parity, two, sizeof two);
-        snprintf(reason, room, "the ranks do not agree on call %llu of this group: %s; %s", (unsigned long long)o->number, one, two);
+        snprintf(reason, room, "the ranks do not agree on call %llu of this group: %s; %s", (unsigned long long)o->number + 1, one, two);
         return true;
     }
     if (o->kind != EXCHANGE) return false;
@@ -365,7 +373,7 @@ static bool mismatch(struct op *o, char *reason, size_t room) {
     return false;
 }
 
-/* Returns 0 if it must wait, 1 if something moved, 2 when this rank has nothing left to do. */
+/* Returns 0 if it must wait, 1 if something moved, 2 when this rank has nothing left to do, 3 if it is the turn of others. */
 static int advance(struct op *o) {
     struct group *g = o->group;
     struct member *m = self(g);
@@ -380,23 +388,31 @@ static int advance(struct op *o) {
             publish(g);
             return 1;
         }
-        int parity = (int)(o->number & 1), resident = 0;
-        for (int i = 0; i < g->size; i++) resident += atomic_load_explicit(&g->control->member[i].source[parity], memory_order_relaxed) != 0;
-        o->announced = true;
-        o->direct = resident == g->size;
-        if (o->direct) {
-            run_direct(o);
-            atomic_store_explicit(&m->freed, o->base + 1, memory_order_release);
-            publish(g);
-            o->rounds = 1;
-            return 1;
+        int parity = (int)(o->number & 1), resident = 0, staged = 0;
+        for (int i = 0; i < g->size; i++) {
+            uint64_t source = atomic_load_explicit(&g->control->member[i].source[parity], memory_order_relaxed);
+            staged += !source;
+            resident += source && source != ANYWHERE;
         }
-        o->rounds = rounds_of(o);
-        if (resident) { /* some inputs are resident and some are not: all are staged, from the next round on */
+        o->announced = true;
+        o->direct = !staged;
+        o->rounds = o->direct ? 1 : rounds_of(o);
+        if (!o->direct && !resident && atomic_load_explicit(&m->source[parity], memory_order_relaxed)) stage(o, 0); /* gives nothing, but may keep something */
+        if (!o->direct && resident) { /* some inputs are resident and some are not: all are staged, from the next round on */
             atomic_store_explicit(&m->freed, o->base + 1, memory_order_release);
             o->base++;
             o->staged = 0;
         }
+    }
+    if (o->direct && !o->collected) {
+        if (!enter(g, -1)) return 0; /* somebody has failed this operation, and inspection will */
+        bool last = run_direct(o);
+        leave(g);
+        if (!last) return 3;
+        o->collected = 1;
+        atomic_store_explicit(&m->freed, o->base + 1, memory_order_release);
+        publish(g);
+        return 1;
     }
     if (o->direct) { /* others may still read this rank's memory, or write their section of the result there */
         if (!ALL(g, freed, o->base + 1)) return 0;
@@ -404,7 +420,8 @@ static int advance(struct op *o) {
         return 2;
     }
     bool reducing = reduces(o), collecting = collects(o);
-    for (;;) {
+    for (int steps = 0;; steps++) {
+        if (steps == STEPS || atomic_load_explicit(&g->asking, memory_order_relaxed)) return 3;
         if (collecting && o->collected < o->combined && (!reducing || ALL(g, reduced, o->base + o->collected + 1))) {
             collect(o, o->collected++);
             atomic_store_explicit(&m->freed, o->base + o->collected, memory_order_release);
@@ -439,6 +456,7 @@ bool collectives_advance(struct group *g) {
         uint64_t before = o->staged + o->combined + o->collected;
         int result = advance(o);
         if (result == 2) op_complete(o);
+        if (result == 3) return true;
         if (!result) return moved || g->first != o || o->staged + o->combined + o->collected != before;
         moved = true;
     }
@@ -460,8 +478,8 @@ void collectives_inspect(struct group *g, double time) {
     for (int i = 0; i < g->size; i++) {
         struct member *m = &g->control->member[i];
         if (i == g->rank) continue;
+        bool left = gone(g, i, reason, sizeof reason); /* asked first: what it did before it left counts */
         uint64_t there = o->announced ? atomic_load(&m->freed) : o->begun ? atomic_load(&m->arrived) : atomic_load(&m->freed);
-        bool left = gone(g, i, reason, sizeof reason);
         if (there >= (o->begun ? needed : o->base + 1 - SLOTS)) continue;
         if (left) {
             group_fail(g, reason, true);
@@ -469,8 +487,10 @@ void collectives_inspect(struct group *g, double time) {
         }
         if (missing < 0) missing = i;
     }
-    if (time < o->deadline) return;
-    int n = snprintf(reason, sizeof reason, "timed out: rank %d waited %g s for", g->ranks[g->rank], o->timeout), named = 0;
+    const struct op *late = o; /* any of the queue: those behind the first wait for the same ranks */
+    while (late && time < late->deadline) late = late->next;
+    if (!late) return;
+    int n = snprintf(reason, sizeof reason, "timed out: rank %d waited %g s for", g->ranks[g->rank], late->timeout), named = 0;
     for (int i = 0; i < g->size && n < (int)sizeof reason - 700; i++) {
         struct member *m = &g->control->member[i];
         uint64_t there = o->announced ? atomic_load(&m->freed) : atomic_load(&m->arrived);

@@ -70,17 +70,16 @@ struct proc {
     pthread_mutex_t opening; /* of the list of groups */
     struct block *blocks;
     size_t block_count, block_room;
+    a64 controls;          /* how many control blocks were made here */
     size_t kept;           /* bytes of free blocks whose pages were not given back */
+    bool frozen;           /* a peer that stopped may still write to a tensor that was given back: no block is used again */
     struct peer *peers[PEERS_MAX];
     int peer_count;
     struct group *_Atomic groups; /* all that were ever opened; closed ones are used again */
     a32 active;            /* groups with pending operations */
     a32 waiting;           /* threads inside wait */
-    a32 passive;           /* threads inside wait_any */
-    a32 completions;       /* futex of wait_any */
     a32 progressing;       /* the progress thread exists */
     a32 dozing;            /* and sleeps until it is told of work */
-    a32 nudged;
     a32 stopping;
     pthread_t progress;
 };
@@ -132,13 +131,15 @@ struct member {
     LINED a64 reduced;     /* rounds whose section it has reduced */
     LINED a64 freed;       /* rounds that it has no more to read of */
     LINED a64 slots;       /* offset of its staging slots, 0 before the first use */
-    a32 closed;
+    a32 closed;            /* 1: it leaves, and its memory is its own again; 2: it has left and looks at nothing here any more */
+    a32 inside;            /* it reads or writes tensors in the segments of others */
     struct signature signature[2];
 };
 #define ANYWHERE UINT64_MAX
 
 struct control {
     uint64_t size;
+    a64 stamp;             /* of this group alone; gone when the owner has given the block back, as all have left then */
     a32 failed;            /* 0, 1: somebody writes the reason, 2: it can be read */
     char reason[TEXT_MAX];
     LINED struct member member[]; /* then offsets of rings [from][to], then bytes of an exchange [parity][sent or expected][by][with] */
@@ -153,6 +154,7 @@ struct op {
     struct group *group;
     a32 state, references;
     uint32_t kind, reduce, dtype, root, site;
+    uint64_t generation;
     size_t count, item;    /* elements, bytes of one */
     const uint8_t **src;   /* one per member; for kinds with one input all the same */
     uint8_t **dst;
@@ -187,6 +189,9 @@ struct group {
     struct group *next;
     struct proc *proc;
     pthread_mutex_t lock;
+    a32 asking;            /* threads in op_issue that wait for the lock */
+    a32 missed;            /* a thread found the lock taken when it looked for the last time before it sleeps */
+    uint64_t generation;   /* how often it was opened: a call that was under way must not go to the next group here */
     bool open;             /* false: free to be used again once reaped */
     bool reaped;
     int rank, size;
@@ -194,6 +199,7 @@ struct group {
     struct peer **peer;    /* by position, NULL for itself */
     struct head **heads;   /* by position */
     struct control *control;
+    uint64_t stamp;
     bool owns_control;
     char *name;
     struct op *first, *last; /* collectives, in order */
@@ -221,8 +227,8 @@ void op_leave(struct op *o);       /* after op_issue, by a caller that does not 
 void op_wait(struct op *o, double timeout); /* returns when it is no longer pending, or after the timeout */
 int op_test(struct op *o);
 void op_release(struct op *o);
-int op_wait_any(struct proc *p, struct op *const *ops, int count, double timeout);
-void op_nudge(struct proc *p);
+int op_wait_any(struct op *const *ops, int count, double timeout);
+void op_nudge(void);
 
 /* for collectives.c and messages.c, with the group's lock held */
 void op_complete(struct op *o);
@@ -230,9 +236,12 @@ void op_fail(struct op *o, const char *reason);
 void group_fail(struct group *g, const char *reason, bool tell);
 void publish(struct group *g);     /* after storing a counter that peers may wait for */
 void publish_to(struct group *g, int position);
+int type_text(char *text, size_t room, uint32_t dtype);
 void describe(char *text, size_t room, uint32_t kind, uint32_t reduce, uint32_t dtype, uint32_t root_rank, uint64_t count);
 const char *site_text(struct head *head, uint32_t site);
 bool gone(struct group *g, int position, char *reason, size_t room); /* whether a member died or left; then the reason is set */
+bool enter(struct group *g, int position); /* before touching tensors in a member's segment, -1: in everybody's; false: it is too late */
+void leave(struct group *g);
 void whereabouts(struct group *g, int position, char *text, size_t room); /* what a member did last in this group */
 
 /* ---- collectives.c ---- */

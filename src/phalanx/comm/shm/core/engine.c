@@ -28,16 +28,34 @@ static bool group_advance(struct group *g) {
     return moved;
 }
 
-static bool try_advance(struct group *g) {
-    if (!atomic_load_explicit(&g->pending, memory_order_relaxed) || pthread_mutex_trylock(&g->lock)) return false;
-    bool moved = group_advance(g);
+/* The holder of the lock may have looked before what a sleeper waits for was published, and the sleeper could not look. */
+static void unlock(struct group *g) {
     pthread_mutex_unlock(&g->lock);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&g->missed, memory_order_relaxed) && atomic_exchange(&g->missed, 0)) ring_bell(g->proc->head);
+}
+
+/* `last`: the caller sleeps if nothing moved. */
+static bool try_advance(struct group *g, bool last) {
+    if (!atomic_load_explicit(&g->pending, memory_order_relaxed)) return false;
+    if (atomic_load_explicit(&g->asking, memory_order_relaxed)) { /* a mutex does not queue: who has just let go would have it again */
+        sched_yield();
+        return true;
+    }
+    if (pthread_mutex_trylock(&g->lock)) {
+        if (!last) return false;
+        atomic_store(&g->missed, 1);
+        atomic_thread_fence(memory_order_seq_cst);
+        if (pthread_mutex_trylock(&g->lock)) return false; /* the holder will see the mark after it */
+    }
+    bool moved = group_advance(g);
+    unlock(g);
     return moved;
 }
 
-static bool advance_all(struct proc *p) {
+static bool advance_all(struct proc *p, bool last) {
     bool moved = false;
-    for (struct group *g = atomic_load(&p->groups); g; g = g->next) moved |= try_advance(g);
+    for (struct group *g = atomic_load(&p->groups); g; g = g->next) moved |= try_advance(g, last);
     return moved;
 }
 
@@ -49,7 +67,7 @@ static void inspect(struct group *g, double time) {
         collectives_inspect(g, time);
         messages_inspect(g, time);
     }
-    pthread_mutex_unlock(&g->lock);
+    unlock(g);
 }
 
 static void inspect_all(struct proc *p) {
@@ -70,7 +88,7 @@ static void *progress(void *argument) {
         if (mine) {
             atomic_store(&head->armed, 1);
             atomic_thread_fence(memory_order_seq_cst);
-            bool moved = advance_all(p);
+            bool moved = advance_all(p, idle == IDLE_YIELDS - 1);
             double time = now();
             if (atomic_load(&p->waiting)) ring_bell(head); /* hand over what this thread may have kept a waiter from */
             if (time - looked > SLICE) inspect_all(p), looked = time;
@@ -85,6 +103,10 @@ static void *progress(void *argument) {
             }
         }
         idle = 0;
+        if (!active) { /* nothing to be woken for: whoever issues arms again, after it has counted itself */
+            atomic_store(&head->armed, 0);
+            if (atomic_load(&p->active)) continue;
+        }
         bool doze = !active && now() - last > DOZE;
         if (doze) {
             atomic_store(&p->dozing, 1);
@@ -123,9 +145,13 @@ static void hand_over(struct proc *p, bool at_once) {
 
 /* ---- operations ---- */
 
+/* Those inside op_wait_any. Of the whole process: they may wait for operations of groups on a former segment and on the present one. */
+static a32 passive, completions, nudged;
+
 struct op *op_new(struct group *g, uint32_t kind, uint32_t site, double timeout) {
     struct op *o = calloc(1, sizeof *o + (size_t)g->size * (2 * sizeof(void *) + 2 * sizeof(uint64_t)));
     o->group = g;
+    o->generation = g->generation;
     o->kind = kind;
     o->site = site;
     o->timeout = timeout;
@@ -153,11 +179,11 @@ static void op_end(struct op *o, uint32_t state) {
     o->finished = now();
     atomic_store(&o->state, state);
     if (atomic_fetch_sub(&o->group->pending, 1) == 1) atomic_fetch_sub(&p->active, 1);
-    if (atomic_load(&p->passive)) {
-        atomic_fetch_add(&p->completions, 1);
-        futex_wake(&p->completions);
+    if (atomic_load(&passive)) {
+        atomic_fetch_add(&completions, 1);
+        futex_wake(&completions);
     }
-    if (atomic_load(&p->waiting) > 1) { /* another thread of this process may sleep for it */
+    if (atomic_load(&p->head->want)) { /* another thread of this process may sleep for it */
         atomic_fetch_add(&p->head->bell_waiters, 1);
         futex_wake(&p->head->bell_waiters);
     }
@@ -172,13 +198,19 @@ static const char *const REDUCTIONS[] = {"sum", "avg", "product", "min", "max", 
 static const char *const TYPES[] = {"float32", "float64", "float16", "bfloat16", "int8",      "uint8",
                                     "int16",   "int32",   "int64",   "bool",     "complex64", "complex128"};
 
+int type_text(char *text, size_t room, uint32_t dtype) {
+    if (dtype < PHX_OPAQUE) return snprintf(text, room, "%s", TYPES[dtype]);
+    return snprintf(text, room, "bytes (type %u)", dtype - PHX_OPAQUE);
+}
+
 void describe(char *text, size_t room, uint32_t kind, uint32_t reduce, uint32_t dtype, uint32_t root_rank, uint64_t count) {
     int n = snprintf(text, room, "%s", OPS[kind]);
+    if (kind == BARRIER) return;
     if (kind <= REDUCE) n += snprintf(text + n, room - n, "(%s)", REDUCTIONS[reduce]);
+    n += snprintf(text + n, room - n, " of ");
+    if (kind != EXCHANGE) n += snprintf(text + n, room - n, "%llu ", (unsigned long long)count);
+    n += type_text(text + n, room - n, dtype);
     if (kind == EXCHANGE) n += snprintf(text + n, room - n, " with split sizes");
-    else if (kind != BARRIER) n += snprintf(text + n, room - n, " of %llu", (unsigned long long)count);
-    if (kind != BARRIER && dtype < PHX_OPAQUE) n += snprintf(text + n, room - n, " %s", TYPES[dtype]);
-    else if (kind != BARRIER) n += snprintf(text + n, room - n, " bytes (type %u)", dtype - PHX_OPAQUE);
     if (kind == REDUCE || kind == BROADCAST || kind == GATHER || kind == SCATTER) snprintf(text + n, room - n, " with root %u", root_rank);
 }
 
@@ -207,6 +239,33 @@ void op_fail(struct op *o, const char *reason) {
     op_end(o, FAILED);
 }
 
+/* Peers read and write tensors in segments. Whoever fails an operation, and so gives its memory back, first says so (failed or
+ * closed), then waits for who is inside; whoever enters says so first, then looks whether it is too late. All four accesses are
+ * sequentially consistent, so one of the two sees the other. */
+bool enter(struct group *g, int position) {
+    struct control *c = g->control;
+    atomic_store(&c->member[g->rank].inside, 1);
+    bool may = !atomic_load(&c->failed);
+    for (int i = 0; may && i < g->size; i++) may = (position >= 0 && i != position) || !atomic_load(&c->member[i].closed);
+    if (!may) leave(g);
+    return may;
+}
+
+void leave(struct group *g) { atomic_store(&g->control->member[g->rank].inside, 0); }
+
+static void outwait(struct group *g) {
+    double until = now() + 5.0;
+    for (int i = 0; i < g->size; i++) {
+        while (i != g->rank && atomic_load(&g->control->member[i].inside) && peer_alive(g->peer[i])) {
+            if (now() > until) {
+                g->proc->frozen = true;
+                return;
+            }
+            sched_yield();
+        }
+    }
+}
+
 /* Everything on the group fails from now on; with `tell`, on all its ranks, and the first to say why is the one they believe. */
 void group_fail(struct group *g, const char *reason, bool tell) {
     if (g->failure) return;
@@ -222,6 +281,7 @@ void group_fail(struct group *g, const char *reason, bool tell) {
             if (atomic_load(&g->control->failed) == 2) snprintf(text, sizeof text, "%s", g->control->reason);
         }
     }
+    outwait(g);
     g->failure = strdup(text);
     if (tell) last_words(g->proc, text);
     while (g->first) {
@@ -269,7 +329,7 @@ void whereabouts(struct group *g, int position, char *text, size_t room) {
     struct signature s = m->signature[parity];
     char what[256];
     describe(what, sizeof what, s.op, s.reduce, s.dtype, s.root < (uint32_t)g->size ? (uint32_t)g->ranks[s.root] : s.root, s.count);
-    snprintf(text, room, "its last collective here, number %llu, was %s at %s", (unsigned long long)s.number, what, site_text(g->heads[position], s.site));
+    snprintf(text, room, "its last collective here, number %llu, was %s at %s", (unsigned long long)s.number + 1, what, site_text(g->heads[position], s.site));
 }
 
 bool gone(struct group *g, int position, char *reason, size_t room) {
@@ -288,11 +348,22 @@ void op_issue(struct op *o) {
     struct group *g = o->group;
     struct proc *p = g->proc;
     o->deadline = now() + o->timeout;
+    atomic_fetch_add(&g->asking, 1);
     pthread_mutex_lock(&g->lock);
+    atomic_fetch_sub(&g->asking, 1);
     atomic_fetch_add(&o->references, 1); /* the engine's own */
     if (atomic_fetch_add(&g->pending, 1) == 0) atomic_fetch_add(&p->active, 1);
-    if (!g->open || g->failure) {
-        op_fail(o, g->open ? g->failure : "the group is closed");
+    bool open = g->open && o->generation == g->generation;
+    if (open && !g->failure && atomic_load_explicit(&g->control->failed, memory_order_acquire) == 2) {
+        char reason[TEXT_MAX];
+        snprintf(reason, sizeof reason, "%s", g->control->reason);
+        group_fail(g, reason, false);
+    }
+    if (!open) {
+        o->error = strdup("the group is closed on this rank");
+        op_end(o, FAILED);
+    } else if (g->failure) {
+        op_fail(o, g->failure);
     } else if (o->kind >= SEND) {
         messages_post(o);
         messages_advance(g);
@@ -302,15 +373,19 @@ void op_issue(struct op *o) {
         g->last = o;
         if (g->first == o) collectives_advance(g);
     }
-    pthread_mutex_unlock(&g->lock);
+    unlock(g);
 }
 
 void op_leave(struct op *o) {
     struct group *g = o->group;
-    if (atomic_load(&o->state) != PENDING || atomic_load(&g->proc->waiting)) return;
+    if (atomic_load(&o->state) != PENDING) return;
     size_t bytes = o->kind >= SEND ? o->bytes : o->count * o->item;
+    if (atomic_load(&g->proc->waiting)) { /* a waiter carries it on, but may sleep until a peer moves, and peers may be done */
+        if (bytes > INLINE_BYTES) ring_bell(g->proc->head);
+        return;
+    }
     hand_over(g->proc, bytes > INLINE_BYTES);
-    try_advance(g); /* what came before the progress thread was armed */
+    if (try_advance(g, true) && atomic_load(&o->state) == PENDING) wake_progress(g->proc); /* what came before it was armed */
 }
 
 static void sleep_for_peers(struct op *o, double until) {
@@ -319,8 +394,8 @@ static void sleep_for_peers(struct op *o, double until) {
     atomic_fetch_add(&head->want, 1);
     uint32_t bell = atomic_load(&head->bell_waiters);
     atomic_thread_fence(memory_order_seq_cst);
-    bool moved = try_advance(o->group);
-    if (atomic_load(&p->active) > 1) moved |= advance_all(p);
+    bool moved = try_advance(o->group, true);
+    if (atomic_load(&p->active) > 1) moved |= advance_all(p, true);
     if (!moved && atomic_load(&o->state) == PENDING) {
         double left = until - now();
         futex_wait(&head->bell_waiters, bell, left < 0 ? 0 : left < SLICE ? left : SLICE);
@@ -334,13 +409,16 @@ void op_wait(struct op *o, double timeout) {
     if (atomic_load(&o->state) != PENDING) return;
     atomic_fetch_add(&p->waiting, 1);
     atomic_store(&p->head->armed, 0);
-    double until = timeout < 0 ? 1e18 : now() + timeout, looked = 0, spinning = 0;
+    double looked = now(), until = timeout < 0 ? 1e18 : looked + timeout, spinning = 0;
     int spins = 0;
     while (atomic_load_explicit(&o->state, memory_order_acquire) == PENDING) {
-        bool moved = try_advance(g);
-        if (atomic_load_explicit(&p->active, memory_order_relaxed) > 1) moved |= advance_all(p);
-        if (moved) {
+        bool moved = try_advance(g, false);
+        if (atomic_load_explicit(&p->active, memory_order_relaxed) > 1) moved |= advance_all(p, false);
+        if (moved) { /* perhaps for ever, on behalf of other operations */
             spins = 0;
+            double time = now();
+            if (time > until) break;
+            if (time - looked > SLICE) inspect_all(p), looked = time;
             continue;
         }
         if (++spins <= SPIN_PAUSES) {
@@ -354,7 +432,6 @@ void op_wait(struct op *o, double timeout) {
             sched_yield();
             continue;
         }
-        if (!looked) looked = time;
         if (time - looked > SLICE || time > o->deadline) {
             inspect_all(p);
             looked = time;
@@ -367,32 +444,32 @@ void op_wait(struct op *o, double timeout) {
 
 int op_test(struct op *o) {
     if (atomic_load(&o->state) == PENDING) {
-        try_advance(o->group);
+        try_advance(o->group, false);
         if (atomic_load(&o->state) == PENDING && now() > o->deadline) inspect(o->group, now());
     }
     return (int)atomic_load(&o->state);
 }
 
-int op_wait_any(struct proc *p, struct op *const *ops, int count, double timeout) {
+int op_wait_any(struct op *const *ops, int count, double timeout) {
     double until = timeout < 0 ? 1e18 : now() + timeout;
     int found = -1;
-    atomic_fetch_add(&p->passive, 1);
+    atomic_fetch_add(&passive, 1);
     for (;;) {
-        uint32_t seen = atomic_load(&p->completions);
+        uint32_t seen = atomic_load(&completions);
         for (int i = 0; i < count && found < 0; i++)
             if (atomic_load(&ops[i]->state) != PENDING) found = i;
         double left = until - now();
-        if (found >= 0 || left <= 0 || atomic_exchange(&p->nudged, 0)) break;
-        futex_wait(&p->completions, seen, left < 3600 ? left : 3600);
+        if (found >= 0 || left <= 0 || atomic_exchange(&nudged, 0)) break;
+        futex_wait(&completions, seen, left < 3600 ? left : 3600);
     }
-    atomic_fetch_sub(&p->passive, 1);
+    atomic_fetch_sub(&passive, 1);
     return found;
 }
 
-void op_nudge(struct proc *p) {
-    atomic_store(&p->nudged, 1);
-    atomic_fetch_add(&p->completions, 1);
-    futex_wake(&p->completions);
+void op_nudge(void) {
+    atomic_store(&nudged, 1);
+    atomic_fetch_add(&completions, 1);
+    futex_wake(&completions);
 }
 
 /* ---- groups ---- */
@@ -410,16 +487,22 @@ a64 *control_splits(struct control *c, int parity, int expected) {
 /* Give back the memory of groups that all members have left. */
 static void reap(struct proc *p) {
     for (struct group *g = atomic_load(&p->groups); g; g = g->next) {
-        if (g->open || g->reaped) continue;
-        bool left = true;
-        for (int i = 0; i < g->size; i++)
-            if (i != g->rank && !atomic_load(&g->control->member[i].closed) && peer_alive(g->peer[i])) left = false;
-        if (!left) continue;
-        messages_close(g);
-        if (g->slots[g->rank]) proc_free(p, g->slots[g->rank]);
-        if (g->owns_control) proc_free(p, g->control);
-        free(g->slots), free(g->ranks), free(g->peer), free(g->heads), free(g->name), free(g->failure);
-        g->reaped = true;
+        if (g->reaped || pthread_mutex_trylock(&g->lock)) continue; /* the lock: another thread may be in the middle of closing it */
+        bool left = !g->open;
+        bool given_back = atomic_load(&g->control->stamp) != g->stamp;
+        for (int i = 0; left && !given_back && i < g->size; i++)
+            if (i != g->rank && atomic_load(&g->control->member[i].closed) != 2 && peer_alive(g->peer[i])) left = false;
+        if (left) {
+            messages_close(g);
+            if (g->slots[g->rank]) proc_free(p, g->slots[g->rank]);
+            if (g->owns_control) {
+                atomic_store(&g->control->stamp, 0);
+                proc_free(p, g->control);
+            }
+            free(g->slots), free(g->ranks), free(g->peer), free(g->heads), free(g->name), free(g->failure);
+            g->reaped = true;
+        }
+        pthread_mutex_unlock(&g->lock);
     }
 }
 
@@ -450,9 +533,11 @@ struct group *group_open(struct proc *p, uint64_t offset, int rank, int size, co
     }
     pthread_mutex_lock(&g->lock); /* threads may be passing by */
     memset((char *)g + offsetof(struct group, open), 0, sizeof *g - offsetof(struct group, open));
+    g->generation++;
     g->rank = rank;
     g->size = size;
     g->control = control;
+    g->stamp = atomic_load(&control->stamp);
     g->owns_control = rank == 0;
     g->name = strdup(name);
     g->ranks = malloc((size_t)size * sizeof *g->ranks);
@@ -475,10 +560,12 @@ struct group *group_open(struct proc *p, uint64_t offset, int rank, int size, co
 void group_close(struct group *g) {
     pthread_mutex_lock(&g->lock);
     if (g->open) {
+        a32 *closed = &g->control->member[g->rank].closed;
+        atomic_store(closed, 1);
         group_fail(g, "the group was closed on this rank", false);
         g->open = false;
-        atomic_store(&g->control->member[g->rank].closed, 1);
         publish(g);
+        atomic_store(closed, 2); /* the control block may be gone after this */
     }
     pthread_mutex_unlock(&g->lock);
 }

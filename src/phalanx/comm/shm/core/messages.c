@@ -14,7 +14,7 @@
 #define BULK ((size_t)1024 * 1024)
 #define PIECE ((size_t)128 * 1024)
 #define DIRECT_PIECE ((size_t)1024 * 1024)
-#define VERDICTS 64
+#define VERDICTS 4096 /* large messages of a pair that were announced and not asked for; the next one waits, and all behind it */
 #define STREAM ((size_t)8 << 20)
 
 enum { SKIP, SMALL, LARGE };
@@ -154,11 +154,12 @@ static void read_verdicts(struct group *g, int peer, bool *moved) {
             finish_send(g, o);
             continue;
         }
-        char reason[256];
+        char reason[256], type[64];
+        type_text(type, sizeof type, (uint32_t)(word >> 8));
         if ((word & 0xff) == WRONG_SIZE)
             snprintf(reason, sizeof reason, "rank %d expects a message of %llu bytes", g->ranks[peer], (unsigned long long)(word >> 8));
         else
-            snprintf(reason, sizeof reason, "rank %d expects another element type", g->ranks[peer]);
+            snprintf(reason, sizeof reason, "rank %d expects %s", g->ranks[peer], type);
         unlink_op(&g->sends, &g->sends_tail, o);
         op_fail(o, reason);
     }
@@ -171,6 +172,7 @@ static void stream_out(struct group *g, int peer, bool *moved) {
     struct op *o = granted ? find_send(g, peer, granted) : NULL;
     if (!o || o->moved == o->bytes) return;
     uint64_t target = atomic_load_explicit(&r->grant_target, memory_order_relaxed), head = atomic_load_explicit(&r->bulk_head, memory_order_relaxed);
+    if (target && !enter(g, peer)) return;
     for (int pieces = 0; o->moved < o->bytes && pieces < 16; pieces++) {
         size_t left = o->bytes - o->moved, piece;
         if (target) {
@@ -188,6 +190,7 @@ static void stream_out(struct group *g, int peer, bool *moved) {
         atomic_store_explicit(&r->bulk_head, head, memory_order_release);
         publish_to(g, peer);
     }
+    if (target) leave(g);
     if (o->moved == o->bytes) finish_send(g, o); /* the receiver's verdict, which comes later, only counts */
 }
 
@@ -218,20 +221,27 @@ static void grant_next(struct group *g, int from) {
 static void meet(struct group *g, struct op *o, int from, const struct record *record, const uint8_t *data) {
     bool large = record->kind == LARGE;
     if (record->bytes != o->bytes || record->dtype != o->dtype) {
-        char reason[512];
-        uint64_t wrong = record->bytes != o->bytes ? WRONG_SIZE : WRONG_TYPE;
+        char reason[512], sent[64], wanted[64];
+        uint64_t wrong = record->bytes != o->bytes ? WRONG_SIZE : WRONG_TYPE, expected = wrong == WRONG_SIZE ? o->bytes : o->dtype;
+        type_text(sent, sizeof sent, record->dtype);
+        type_text(wanted, sizeof wanted, o->dtype);
         if (wrong == WRONG_SIZE)
             snprintf(reason, sizeof reason, "rank %d sent %llu bytes at %s", g->ranks[from], (unsigned long long)record->bytes,
                      site_text(g->heads[from], record->site));
         else
-            snprintf(reason, sizeof reason, "rank %d sent another element type at %s", g->ranks[from], site_text(g->heads[from], record->site));
-        if (large) give_verdict(g, from, record->id, wrong | (uint64_t)o->bytes << 8);
+            snprintf(reason, sizeof reason, "rank %d sent %s, not %s, at %s", g->ranks[from], sent, wanted, site_text(g->heads[from], record->site));
+        if (large) give_verdict(g, from, record->id, wrong | expected << 8);
         op_fail(o, reason);
     } else if (!large) {
         memcpy(o->dst[0], data, o->bytes);
         finish_recv(o, from);
+    } else if (record->source && !enter(g, from)) {
+        char reason[TEXT_MAX];
+        if (!gone(g, from, reason, sizeof reason)) snprintf(reason, sizeof reason, "the group failed before rank %d's message was taken", g->ranks[from]);
+        op_fail(o, reason);
     } else if (record->source) {
         phx_copy(o->dst[0], at(g->heads[from], record->source - 1), o->bytes, o->bytes >= STREAM);
+        leave(g);
         give_verdict(g, from, record->id, TAKEN);
         finish_recv(o, from);
     } else {
@@ -262,8 +272,8 @@ static struct op *take_recv(struct group *g, int from, int32_t tag) {
 static void drain(struct group *g, int from, bool *moved) {
     struct ring *r = in_ring(g, from);
     if (!r) return;
-    uint64_t tail = atomic_load_explicit(&r->tail, memory_order_relaxed);
-    while (tail < atomic_load_explicit(&r->head, memory_order_acquire)) {
+    uint64_t tail = atomic_load_explicit(&r->tail, memory_order_relaxed), head = atomic_load_explicit(&r->head, memory_order_acquire);
+    while (tail < head) { /* not what comes meanwhile: a quick sender would keep this rank here */
         struct record *record = (struct record *)(r->records + tail % RECORDS);
         tail += record->span;
         if (record->kind != SKIP) {
@@ -370,6 +380,10 @@ static bool lost(struct group *g, struct op *o, const bool *left, double time, c
     } else {
         /* Whoever died might have been the one; who left in peace will have sent what it had to. */
         int there = 0;
+        if (g->size == 1) {
+            snprintf(reason, room, "there is nobody else in this group");
+            return true;
+        }
         for (int i = 0; i < g->size; i++) {
             if (i != g->rank && left[i] && !peer_alive(g->peer[i])) return gone(g, i, reason, room);
             there += i != g->rank && !left[i];
@@ -393,7 +407,7 @@ static bool inspect_list(struct group *g, struct op **first, struct op **last, c
     for (struct op *o = *first, *next; o; o = next) {
         next = o->next;
         if (!lost(g, o, left, time, reason, sizeof reason)) continue;
-        if (o->moved || (o->kind == RECV && o->id)) { /* half of it is in the other's hands */
+        if ((o->put && !left[o->peer]) || o->moved || (o->kind == RECV && o->id)) { /* it is in the other's hands, or half of it */
             group_fail(g, reason, true);
             return false;
         }
@@ -414,7 +428,7 @@ void messages_inspect(struct group *g, double time) {
     /* Who has left is asked first: what it sent before that is taken afterwards and counts. */
     bool left[g->size];
     for (int i = 0; i < g->size; i++) left[i] = i != g->rank && gone(g, i, reason, sizeof reason);
-    while (messages_advance(g)) {}
+    for (int i = 0; i < 16 && messages_advance(g); i++) {} /* all that one who left can have put into its ring */
     if (inspect_list(g, &g->sends, &g->sends_tail, left, time)) inspect_list(g, &g->recvs, &g->recvs_tail, left, time);
 }
 

@@ -129,6 +129,7 @@ static PyObject *py_control(PyObject *m, PyObject *arg) {
     if (!c) return PyErr_NoMemory();
     memset(c, 0, control_bytes((int)size));
     c->size = (uint64_t)size;
+    c->stamp = atomic_fetch_add(&the_process->controls, 1) + 1;
     return PyLong_FromUnsignedLongLong(offset_of(the_process, c));
 }
 
@@ -184,6 +185,9 @@ static PyObject *py_abort(PyObject *m, PyObject *args) {
 }
 
 /* ---- operations ---- */
+
+/* Sites are places in the present segment; the members of a group on a former one would look for them in that. */
+static uint32_t site_for(const struct group *g, unsigned long site) { return g->proc == the_process ? (uint32_t)site : 0; }
 
 static PyObject *raise_error(struct op *o) {
     PyErr_SetString(Error, o->error ? o->error : "the operation failed");
@@ -254,7 +258,7 @@ static PyObject *py_collective(PyObject *m, PyObject *const *args, Py_ssize_t co
     if (PyErr_Occurred()) return NULL;
     if (kind < 0 || kind > BARRIER || dtype < 0 || dtype >= PHX_OPAQUE + 32 || reduce < 0 || reduce >= PHX_REDOPS || root < 0 || root >= g->size)
         return PyErr_Format(PyExc_ValueError, "no such call: op %ld, reduce %ld, dtype %ld, root %ld of %d", kind, reduce, dtype, root, g->size);
-    struct op *o = op_new(g, (uint32_t)kind, (uint32_t)site, timeout);
+    struct op *o = op_new(g, (uint32_t)kind, site_for(g, site), timeout);
     o->reduce = (uint32_t)reduce;
     o->dtype = (uint32_t)dtype;
     o->root = (uint32_t)root;
@@ -282,7 +286,7 @@ static PyObject *py_all_to_all(PyObject *m, PyObject *const *args, Py_ssize_t co
     unsigned long site = PyLong_AsUnsignedLong(args[6]);
     double timeout = PyFloat_AsDouble(args[7]);
     if (PyErr_Occurred()) return NULL;
-    struct op *o = op_new(g, EXCHANGE, (uint32_t)site, timeout);
+    struct op *o = op_new(g, EXCHANGE, site_for(g, site), timeout);
     o->dtype = (uint32_t)dtype;
     if (PyTuple_Size(args[4]) != g->size || PyTuple_Size(args[5]) != g->size) {
         if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "split sizes are needed for each of %d ranks", g->size);
@@ -311,7 +315,7 @@ static PyObject *message(PyObject *const *args, Py_ssize_t count, uint32_t kind)
     if (PyErr_Occurred()) return NULL;
     if (peer >= g->size || peer == g->rank || peer < (kind == RECV ? -1 : 0))
         return PyErr_Format(PyExc_ValueError, "position %ld cannot be the other end in a group of %d, seen from %d", peer, g->size, g->rank);
-    struct op *o = op_new(g, kind, (uint32_t)site, timeout);
+    struct op *o = op_new(g, kind, site_for(g, site), timeout);
     o->peer = (int)peer;
     o->tag = (int)tag;
     o->dtype = (uint32_t)dtype;
@@ -399,7 +403,7 @@ static PyObject *py_wait_any(PyObject *m, PyObject *const *args, Py_ssize_t coun
     for (Py_ssize_t i = 0; i < size; i++) ops[i] = pointer(PyTuple_GetItem(args[0], i));
     int found;
     Py_BEGIN_ALLOW_THREADS
-    found = op_wait_any(the_process, ops, (int)size, timeout);
+    found = op_wait_any(ops, (int)size, timeout);
     Py_END_ALLOW_THREADS
     free(ops);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(found);
@@ -407,7 +411,7 @@ static PyObject *py_wait_any(PyObject *m, PyObject *const *args, Py_ssize_t coun
 
 static PyObject *py_nudge(PyObject *m, PyObject *unused) {
     (void)m, (void)unused;
-    if (started()) op_nudge(the_process);
+    if (started()) op_nudge();
     Py_RETURN_NONE;
 }
 

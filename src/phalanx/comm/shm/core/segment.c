@@ -176,6 +176,7 @@ static void remove_at(struct proc *p, size_t index) {
 
 /* The smallest free block that fits, at the lowest address: pages that were touched before are used again. */
 void *proc_allocate(struct proc *p, size_t bytes) {
+    if (bytes > p->head->size) return NULL;
     bytes = bytes ? (bytes + LINE - 1) / LINE * LINE : LINE;
     if (bytes >= 65536) bytes = (bytes + 4095) & ~(size_t)4095;
     pthread_mutex_lock(&p->lock);
@@ -198,7 +199,7 @@ void *proc_allocate(struct proc *p, size_t bytes) {
 }
 
 void proc_free(struct proc *p, void *address) {
-    if (!address || p->owner != getpid()) return;
+    if (!address || p->owner != getpid() || p->frozen) return;
     size_t offset = offset_of(p, address);
     pthread_mutex_lock(&p->lock);
     size_t low = 0, high = p->block_count;
@@ -229,7 +230,7 @@ void proc_free(struct proc *p, void *address) {
 
 bool proc_contains(const struct proc *p, const void *address, size_t bytes) {
     const uint8_t *start = (const uint8_t *)p->head, *a = address;
-    return a >= start && a + bytes <= start + p->head->size;
+    return a >= start && bytes <= p->head->size && (size_t)(a - start) <= p->head->size - bytes;
 }
 
 uint64_t offset_of(const struct proc *p, const void *address) { return (uint64_t)((const uint8_t *)address - (const uint8_t *)p->head); }
