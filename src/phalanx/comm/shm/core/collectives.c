@@ -469,6 +469,7 @@ void collectives_inspect(struct group *g, double time) {
     if (!o) return;
     char reason[TEXT_MAX], where[1024];
     if (atomic_load(&g->control->failed) == 2) {
+        miss_the_dead(g);
         snprintf(reason, sizeof reason, "%s", g->control->reason);
         group_fail(g, reason, false);
         return;
@@ -481,11 +482,14 @@ void collectives_inspect(struct group *g, double time) {
         bool left = gone(g, i, reason, sizeof reason); /* asked first: what it did before it left counts */
         uint64_t there = o->announced ? atomic_load(&m->freed) : o->begun ? atomic_load(&m->arrived) : atomic_load(&m->freed);
         if (there >= (o->begun ? needed : o->base + 1 - SLOTS)) continue;
-        if (left) {
-            group_fail(g, reason, true);
-            return;
-        }
-        if (missing < 0) missing = i;
+        /* Of several who are gone, one that said nothing before is the first. */
+        if (left && (missing < 0 || atomic_load(&g->heads[missing]->has_words))) missing = i;
+    }
+    if (missing >= 0) {
+        if (!peer_alive(g->peer[missing])) atomic_store(&g->peer[missing]->missed, 1);
+        gone(g, missing, reason, sizeof reason);
+        group_fail(g, reason, true);
+        return;
     }
     const struct op *late = o; /* any of the queue: those behind the first wait for the same ranks */
     while (late && time < late->deadline) late = late->next;

@@ -49,6 +49,7 @@ struct head {
 };
 
 struct peer {
+    a32 missed;            /* it died while something needed it: every group with it is lost */
     struct head *head;     /* where its segment is mapped here */
     int pidfd;             /* -1: not supported, then pid and start time tell */
     uint32_t pid;
@@ -247,6 +248,7 @@ void whereabouts(struct group *g, int position, char *text, size_t room); /* wha
 /* ---- collectives.c ---- */
 
 bool collectives_advance(struct group *g);
+void miss_the_dead(struct group *g);
 void collectives_inspect(struct group *g, double time);
 
 /* ---- messages.c ---- */

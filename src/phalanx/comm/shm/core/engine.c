@@ -70,9 +70,25 @@ static void inspect(struct group *g, double time) {
     unlock(g);
 }
 
+/* A rank that was missed in one group will be missed in all: those with nothing pending are told too, so that nobody waits for this
+ * rank there, which may have given up on the first. */
+static void mourn(struct group *g) {
+    char reason[TEXT_MAX];
+    if (!g->open || g->failure || pthread_mutex_trylock(&g->lock)) return;
+    for (int i = 0; g->open && !g->failure && i < g->size; i++)
+        if (i != g->rank && atomic_load(&g->peer[i]->missed) && !atomic_load(&g->control->member[i].closed) &&
+            gone(g, i, reason, sizeof reason))
+            group_fail(g, reason, true);
+    unlock(g);
+}
+
 static void inspect_all(struct proc *p) {
     double time = now();
+    bool missed = false;
     for (struct group *g = atomic_load(&p->groups); g; g = g->next) inspect(g, time);
+    for (int i = 0; i < p->peer_count; i++) missed |= p->peers[i] && atomic_load(&p->peers[i]->missed);
+    if (!missed) return;
+    for (struct group *g = atomic_load(&p->groups); g; g = g->next) mourn(g);
 }
 
 /* ---- the progress thread ---- */
@@ -330,6 +346,11 @@ void whereabouts(struct group *g, int position, char *text, size_t room) {
     char what[256];
     describe(what, sizeof what, s.op, s.reduce, s.dtype, s.root < (uint32_t)g->size ? (uint32_t)g->ranks[s.root] : s.root, s.count);
     snprintf(text, room, "its last collective here, number %llu, was %s at %s", (unsigned long long)s.number + 1, what, site_text(g->heads[position], s.site));
+}
+
+void miss_the_dead(struct group *g) {
+    for (int i = 0; i < g->size; i++)
+        if (i != g->rank && !atomic_load(&g->control->member[i].closed) && !peer_alive(g->peer[i])) atomic_store(&g->peer[i]->missed, 1);
 }
 
 bool gone(struct group *g, int position, char *reason, size_t room) {

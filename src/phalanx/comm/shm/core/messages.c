@@ -375,20 +375,22 @@ bool messages_advance(struct group *g) {
 
 /* Whether the operation cannot complete any more, and why. */
 static bool lost(struct group *g, struct op *o, const bool *left, double time, char *reason, size_t room) {
-    if (o->peer >= 0) {
-        if (left[o->peer]) return gone(g, o->peer, reason, room);
-    } else {
-        /* Whoever died might have been the one; who left in peace will have sent what it had to. */
-        int there = 0;
-        if (g->size == 1) {
-            snprintf(reason, room, "there is nobody else in this group");
-            return true;
-        }
-        for (int i = 0; i < g->size; i++) {
-            if (i != g->rank && left[i] && !peer_alive(g->peer[i])) return gone(g, i, reason, room);
-            there += i != g->rank && !left[i];
-        }
-        if (!there) return gone(g, g->rank ? 0 : g->size - 1, reason, room);
+    int missed = -1, there = 0;
+    for (int i = 0; i < g->size; i++) {
+        if (i == g->rank || (o->peer >= 0 && i != o->peer)) continue;
+        there += !left[i];
+        bool dead = left[i] && !peer_alive(g->peer[i]);
+        /* A message from anybody might have been that of one who died; who left in peace will have sent what it had to. Of several
+         * dead, one that said nothing before is the first. */
+        if (dead && (missed < 0 || atomic_load(&g->heads[missed]->has_words))) missed = i;
+    }
+    if (missed >= 0) {
+        atomic_store(&g->peer[missed]->missed, 1);
+        return gone(g, missed, reason, room);
+    }
+    if (!there) {
+        if (g->size == 1) snprintf(reason, room, "there is nobody else in this group");
+        return g->size == 1 || gone(g, o->peer >= 0 ? o->peer : g->rank ? 0 : g->size - 1, reason, room);
     }
     if (time < o->deadline) return false;
     char where[1024] = "nobody has sent a message with this tag";
@@ -412,6 +414,7 @@ static bool inspect_list(struct group *g, struct op **first, struct op **last, c
             return false;
         }
         unlink_op(first, last, o);
+        last_words(g->proc, reason);
         op_fail(o, reason);
     }
     return true;
@@ -421,6 +424,7 @@ void messages_inspect(struct group *g, double time) {
     if (!g->sends && !g->recvs) return;
     char reason[TEXT_MAX];
     if (atomic_load(&g->control->failed) == 2) {
+        miss_the_dead(g);
         snprintf(reason, sizeof reason, "%s", g->control->reason);
         group_fail(g, reason, false);
         return;
