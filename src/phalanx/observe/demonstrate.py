@@ -287,7 +287,7 @@ def _notes(case: Case, after: list[Numbers], backwards: list[Backward]) -> list[
     as_backward = [pair for pair, (_, backward) in PAIRS.items() if backward == case.collective]
     if as_backward:
         rows = ", ".join(f"{pair} (forward {PAIRS[pair][0]})" for pair in as_backward)
-        notes.append(f"{case.collective} is itself the backward in the pairs {rows}")
+        notes.append(f"{case.collective} is itself the backward in the pair{'s' * (len(as_backward) > 1)} {rows}")
     if backwards:
         return notes
     if case.collective not in {forward for forward, _ in PAIRS.values()} | {"send"}:

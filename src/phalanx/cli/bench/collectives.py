@@ -40,7 +40,7 @@ class Options:
     """Operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, sendrecv, or all.
     May be given several times or as a list with commas; all_reduce by default."""
     backends: Words = ()
-    """shm, gloo, nccl, mpi: alternated in one run. By default nccl with CUDA, otherwise gloo."""
+    """shm, gloo, nccl, mpi: alternated in one run. By default nccl with CUDA, otherwise shm and gloo on this machine."""
     baseline: str = ""
     """The backend that the others are held against; by default the last one."""
     a_a: Switch = False
@@ -89,6 +89,7 @@ def main(args: list[str]) -> int:
     check(request, validate=effort.check)
     check_surroundings(options, request, mesh, launched)
     if launched is None:
+        args = args if options.backends else [*args, "--backends", ",".join(request.backends)]
         return start_ranks(args, mesh.size, with_mpi="mpi" in request.backends)
 
     from phalanx.bench.session import Run, run
@@ -124,7 +125,7 @@ def chosen_mesh(options: Options, launched: Launch | None) -> tuple[Mesh, tuple[
 
 
 def requested(options: Options, group: int) -> Request:
-    backends = names("backend", options.backends, BACKENDS) or (default_backend(),)
+    backends = names("backend", options.backends, BACKENDS) or default_backends()
     dtype = names("dtype", [options.dtype], DTYPES)
     redop = names("redop", [options.redop], REDOPS)
     if len(dtype) != 1 or len(redop) != 1:
@@ -145,10 +146,16 @@ def requested(options: Options, group: int) -> Request:
     )
 
 
-def default_backend() -> str:
+def default_backends() -> tuple[str, ...]:
+    """Those that ranks of this machine have; ranks that an outer launcher started may be on several."""
     import torch
 
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    from phalanx.comm.launch import launch_from
+    from phalanx.comm.shm import available
+
+    if torch.cuda.is_available():
+        return ("nccl",)
+    return ("shm", "gloo") if available() is None and launch_from(os.environ) is None else ("gloo",)
 
 
 def check_surroundings(options: Options, request: Request, mesh: Mesh, launched: Launch | None) -> None:
