@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -44,13 +45,46 @@ def test_long_random_programs(stress: Path, ranks: int, seed: int) -> None:
     run(stress, ranks, 3000, seed)
 
 
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("failures") / "failures"
+    command = [
+        "gcc",
+        *FLAGS,
+        "-o",
+        str(program),
+        str(HERE / "failures.c"),
+        *(str(CORE / name) for name in SOURCES),
+        "-lpthread",
+    ]
+    subprocess.run(command, check=True)
+    return program
+
+
+@pytest.mark.parametrize("iterations", [120, pytest.param(3000, marks=pytest.mark.nightly)])
+def test_failures_leave_memory_alone(failures: Path, iterations: int) -> None:
+    """Without the meeting of who fails and who is inside a tensor, one in ten of what has failed is written to later."""
+    told = json.loads(subprocess.run([failures, "fuzz", str(iterations)], check=True, capture_output=True, text=True).stdout)
+    assert (told["wrong"], told["overwritten"]) == (0, 0)
+    assert min(told["done"], told["failed"]) > iterations / 5, "too few of one kind to say anything"
+
+
+def test_a_killed_peer_is_noticed_at_once(failures: Path) -> None:
+    """It is looked for every 0.1 s; a second is what we promise."""
+    told = json.loads(subprocess.run([failures, "dead", "8"], check=True, capture_output=True, text=True).stdout)
+    assert told["mean"] < 0.3
+    assert told["worst"] < 1
+
+
 def test_a_race_would_be_found(tmp_path: Path) -> None:
     """The same program with the counters' order taken away: ThreadSanitizer must object."""
     for source in CORE.iterdir():
         text = source.read_text()
         if source.name == "collectives.c":
             assert "memory_order_release" in text
-            text = text.replace("memory_order_release", "memory_order_relaxed").replace("memory_order_acquire", "memory_order_relaxed")
+            text = text.replace("memory_order_release", "memory_order_relaxed").replace(
+                "memory_order_acquire", "memory_order_relaxed"
+            )
         (tmp_path / source.name).write_text(text)
     program = tmp_path / "racy"
     command = ["gcc", *FLAGS, "-w", "-fsanitize=thread", f"-I{tmp_path}", "-o", str(program), str(HERE / "stress.c")]

@@ -84,7 +84,8 @@ def open_group(offset: int, rank: int, peers: tuple[int, ...], ranks: tuple[int,
     """Open a group. `peers` are peer numbers by position, -1 for this process; `ranks` the global ranks, for messages."""
 
 def close_group(group: int) -> None:
-    """Leave a group: pending operations fail, peers that wait for this rank are told. Idempotent per handle; never blocks."""
+    """Leave a group: pending operations fail, peers that wait for this rank are told. Idempotent per handle. Waits, up to 5 s, for a
+    peer that is reading or writing a tensor of this rank just then."""
 
 def abort(group: int, reason: str) -> None:
     """Make all pending and later calls of every member of the group fail with this reason."""

@@ -424,6 +424,16 @@ static void sleep_for_peers(struct op *o, double until) {
     atomic_fetch_sub(&head->want, 1);
 }
 
+/* Now and then: deadlines and dead peers, of all operations; also before a wait ends, since waits in slices of SLICE would never
+ * get to it. True if the caller has waited long enough. */
+static bool over(struct op *o, double time, double until, double *looked) {
+    if (time - *looked > SLICE || time > until || time > o->deadline) {
+        inspect_all(o->group->proc);
+        *looked = time;
+    }
+    return time > until;
+}
+
 void op_wait(struct op *o, double timeout) {
     struct group *g = o->group;
     struct proc *p = g->proc;
@@ -437,9 +447,7 @@ void op_wait(struct op *o, double timeout) {
         if (atomic_load_explicit(&p->active, memory_order_relaxed) > 1) moved |= advance_all(p, false);
         if (moved) { /* perhaps for ever, on behalf of other operations */
             spins = 0;
-            double time = now();
-            if (time > until) break;
-            if (time - looked > SLICE) inspect_all(p), looked = time;
+            if (over(o, now(), until, &looked)) break;
             continue;
         }
         if (++spins <= SPIN_PAUSES) {
@@ -448,14 +456,10 @@ void op_wait(struct op *o, double timeout) {
         }
         double time = now();
         if (spins == SPIN_PAUSES + 1) spinning = time;
-        if (time > until) break;
+        if (over(o, time, until, &looked)) break;
         if (time - spinning < SPIN_SECONDS) {
             sched_yield();
             continue;
-        }
-        if (time - looked > SLICE || time > o->deadline) {
-            inspect_all(p);
-            looked = time;
         }
         sleep_for_peers(o, until < o->deadline ? until : o->deadline + 1e-3);
     }
