@@ -42,6 +42,7 @@ struct head {
     uint32_t version, pid;
     LINED a32 want;        /* threads of this process that sleep on bell_waiters */
     a32 armed;             /* the progress thread wants to be woken through bell_progress */
+    a32 cpu;               /* 1 + the processor on which a thread of this process last issued or waited */
     LINED a32 bell_waiters;
     a32 bell_progress;
     LINED a32 has_words;   /* 2: last_words can be read */

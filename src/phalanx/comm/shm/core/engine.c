@@ -15,6 +15,8 @@
 
 #define SPIN_PAUSES 50
 #define SPIN_SECONDS 50e-6  /* of yielding before a waiter sleeps: pausing instead would keep a peer off this processor */
+#define FUTILE_YIELDS 3     /* that let nobody run although a peer is on this processor: the scheduler owes this thread time */
+#define SWITCH_SECONDS 2e-6 /* a yield that takes longer has let another thread run */
 #define IDLE_YIELDS 4       /* of the progress thread, which competes with computing threads */
 #define SLICE 0.1           /* seconds between looks at deadlines and dead peers */
 #define DOZE 1.0            /* seconds without work after which the progress thread sleeps until told */
@@ -365,9 +367,23 @@ bool gone(struct group *g, int position, char *reason, size_t room) {
     return true;
 }
 
+/* Two ranks on one processor: waiting must not keep the peer from running, and waking it may move it to an idle one. */
+static void note_cpu(struct proc *p) {
+    uint32_t cpu = (uint32_t)sched_getcpu() + 1;
+    if (atomic_load_explicit(&p->head->cpu, memory_order_relaxed) != cpu) atomic_store_explicit(&p->head->cpu, cpu, memory_order_relaxed);
+}
+
+static bool shares_cpu(struct group *g) {
+    uint32_t cpu = atomic_load_explicit(&g->proc->head->cpu, memory_order_relaxed);
+    for (int i = 0; i < g->size; i++)
+        if (i != g->rank && atomic_load_explicit(&g->heads[i]->cpu, memory_order_relaxed) == cpu) return true;
+    return false;
+}
+
 void op_issue(struct op *o) {
     struct group *g = o->group;
     struct proc *p = g->proc;
+    note_cpu(p);
     o->deadline = now() + o->timeout;
     atomic_fetch_add(&g->asking, 1);
     pthread_mutex_lock(&g->lock);
@@ -441,7 +457,7 @@ void op_wait(struct op *o, double timeout) {
     atomic_fetch_add(&p->waiting, 1);
     atomic_store(&p->head->armed, 0);
     double looked = now(), until = timeout < 0 ? 1e18 : looked + timeout, spinning = 0;
-    int spins = 0;
+    int spins = 0, futile = 0;
     while (atomic_load_explicit(&o->state, memory_order_acquire) == PENDING) {
         bool moved = try_advance(g, false);
         if (atomic_load_explicit(&p->active, memory_order_relaxed) > 1) moved |= advance_all(p, false);
@@ -457,10 +473,13 @@ void op_wait(struct op *o, double timeout) {
         double time = now();
         if (spins == SPIN_PAUSES + 1) spinning = time;
         if (over(o, time, until, &looked)) break;
-        if (time - spinning < SPIN_SECONDS) {
+        if (time - spinning < SPIN_SECONDS && futile < FUTILE_YIELDS) {
             sched_yield();
+            note_cpu(p);
+            futile = now() - time < SWITCH_SECONDS && shares_cpu(g) ? futile + 1 : 0;
             continue;
         }
+        futile = 0;
         sleep_for_peers(o, until < o->deadline ? until : o->deadline + 1e-3);
     }
     bool last = atomic_fetch_sub(&p->waiting, 1) == 1;
