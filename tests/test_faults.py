@@ -134,7 +134,9 @@ def test_a_rank_that_hangs_ends_a_local_run(tmp_path: Path) -> None:
         pids = under_way(tmp_path, process)
         _, said = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 1
-    assert re.search(r"rank 0: .* failed: timed out: rank 0 waited 3 s for rank 1 \(its last collective here, number \d+, was ", said), said
+    assert re.search(
+        r"rank 0: .* failed: timed out: rank 0 waited 3 s for rank 1 \(its last collective here, number \d+, was ", said
+    ), said
     assert re.search(r"phalanx: rank 0 of 2 \(process \d+\) ended with exit code 1", said)
     assert not any(map(is_running, pids))
 

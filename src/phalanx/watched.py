@@ -1,6 +1,7 @@
 """`import phalanx.watched`, then `dist.init_process_group("watched:gloo")`: a plain script gets flight rings and verdicts.
 
-Registers `watched:gloo`, `watched:nccl` and `watched:cpu:gloo,cuda:nccl`; `watch("name", devices)` adds any other backend.
+Registers `watched:gloo`, `watched:nccl`, `watched:cpu:gloo,cuda:nccl` and, once the backend itself is there (`import phalanx.shm`),
+`watched:shm`; `watch("name", devices)` adds any other backend.
 Imports nothing beyond torch. PHALANX_RUN_DIR says where the rings go, PHALANX_PATIENCE how many seconds a wait may take before
 the ranks are asked; a script says it with `pg_options=phalanx.watched.Options(patience=..., run_dir=...)` instead.
 
@@ -20,21 +21,11 @@ On NCCL, `batch_isend_irecv` issues its messages one by one, because torch group
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from phalanx.comm.watch.monitor import Options
-from phalanx.comm.watch.register import BACKENDS, Registry
+from phalanx.comm.watch.monitor import Options, options_from
+from phalanx.comm.watch.register import registry
 
 __all__ = ["Options", "watch"]
 
-
-def _options() -> Options:
-    folder, patience = os.environ.get("PHALANX_RUN_DIR"), os.environ.get("PHALANX_PATIENCE")
-    options = Options(run_dir=Path(folder).resolve() if folder else None)
-    return options if patience is None else Options(run_dir=options.run_dir, patience=float(patience))
-
-
-_registry = Registry(_options())
-watch = _registry.add
-for _name, _devices in BACKENDS.items():
-    watch(_name, _devices)
+registry.options = options_from(os.environ, Options())
+watch = registry.add

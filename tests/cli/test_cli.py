@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from phalanx.cli.explain import Explained
 from phalanx.cli.options import defaults
 from phalanx.cli.run import split_at_script
 from phalanx.cli.train import Options
+from phalanx.hardware import Profile
 from phalanx.train.config import OptimizerConfig, TrainConfig, dump
 
 
@@ -92,6 +96,7 @@ def test_what_is_behind_the_script_is_its_own() -> None:
     assert split_at_script(["--ranks", "4", "a.py", "--ranks", "9"]) == (["--ranks", "4"], ["a.py", "--ranks", "9"])
     assert split_at_script(["--ranks=4", "a.py", "-h"]) == (["--ranks=4"], ["a.py", "-h"])
     assert split_at_script(["--help"]) == (["--help"], [])
+    assert split_at_script(["--watch", "a", "--ranks=2", "b.py", "c"]) == (["--watch", "a", "--ranks=2"], ["b.py", "c"])
 
 
 def test_run_names_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,3 +129,46 @@ def test_a_mistake_that_needs_no_model_is_told_before_ranks_start(args: list[str
     assert told.out == ""  # it would say that ranks are started
     assert told.err.startswith("phalanx: ")
     assert "rank 0" not in told.err
+
+
+def test_a_run_that_is_refused_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is there before the ranks meet, for the watch."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("what mlp cannot read")
+    assert main(["train", "--model", "mlp", "--data", "text"]) == 2
+    assert capsys.readouterr().err == "phalanx: --data text: model mlp does not read text\n"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_profile_that_lacks_a_link_is_told_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    Profile("a machine", "cpu", 2, {}, ()).save(path)
+    assert main(["train", "--mesh", "dp=2", "--profile", str(path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"phalanx: {path} has no messages inside a host (shm) nor between hosts (gloo): it has no links")
+
+
+def test_run_hands_its_folder_to_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one host, so through shared memory, which is watched because it was asked for."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-P", "-m", "phalanx", "run", "--watch", "there", "--ranks", "2", str(script)]
+    source = Path(__file__).parents[2] / "src"
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": str(source)}
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert main(["doctor", "run", str(tmp_path / "there")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("nothing is wrong")
+    assert said.count("closed; 5 operations recorded") == 2  # two groups made and destroyed, and the sum
+
+
+SCRIPT = """
+import torch, phalanx as phx
+with phx.init(phx.Mesh(dp=2)) as world:
+    world.transport.all_reduce(torch.ones(4), world.group("dp")).wait()
+"""

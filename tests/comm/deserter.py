@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import phalanx.shm  # registers the backend
 from phalanx.comm.c10d import C10dTransport
 from phalanx.comm.transport import CommError
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.bench.bed import Bed
 from phalanx.bench.hierarchy import link_rate
+from phalanx.cli.doctor import run as doctor
 from phalanx.comm import CommError, Fabric, Group, Ledger, local, shm
 from phalanx.comm.c10d import C10dTransport
 from phalanx.comm.hierarchy import HierarchicalTransport
@@ -27,8 +28,12 @@ from phalanx.comm.hosts import by_host, hosts_of, machine, node_from, ring_cross
 from phalanx.comm.ledger import Recorded
 from phalanx.comm.pipeline import Worker, run
 from phalanx.comm.transport import Done, Transport
+from phalanx.comm.watch.snapshot import parse
 from phalanx.comm.wires import Wire, Wires, choose, seconds
+from phalanx.hardware import Fit, Line, Profile
 from phalanx.mesh import Mesh
+from phalanx.train.config import TrainConfig
+from phalanx.train.loop import train
 
 HERE = Path(__file__).parent
 
@@ -503,6 +508,95 @@ def test_two_uneven_hosts(inside: str, two_hosts: Bed, tmp_path: Path) -> None:
         assert told["passed"] == 3 * len(cases.CASES)
         assert told["same"]
         assert 1.0 <= told["sent"]["columns"] < 1.1
+
+
+TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(4000))
+TRAINED = {"model": "llama-tiny", "mesh": "dp=2,tp=2", "steps": 3, "batch": 4, "seq": 16}
+
+
+def options(config: dict) -> list[str]:
+    return [word for name, value in config.items() for word in (f"--{name}", str(value))]
+
+
+def sums_of(folder: Path, rank: int) -> dict[str, int]:
+    """{group: all_reduce calls} of a rank, of the groups over Gloo: its ring, under the names that the transport gave."""
+    view = parse((folder / "flight" / f"rank{rank}.ring").read_bytes())
+    counted = dict.fromkeys((group.axis for group in view.groups.values()), 0)
+    for op in view.ops:
+        counted[view.groups[op.group].axis] += op.op == "all_reduce"
+    return counted
+
+
+@pytest.fixture(scope="module")
+def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same training on threads."""
+    folder = tmp_path_factory.mktemp("one")
+    (folder / "text").write_text(TEXT)
+    config = TrainConfig(**TRAINED, data=folder / "text", out=folder / "run")
+    with local(config.parsed_mesh()) as world:
+        train(config, world)
+    return losses(folder / "run")
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("wires", ["usual", pytest.param("measured", marks=pytest.mark.nightly)])
+def test_training_over_two_hosts(wires: str, two_hosts: Bed, on_one_host: list[float], tmp_path: Path) -> None:
+    """tp inside, dp between. A step ends with a sum of 24 bytes over all ranks: by the usual wires a handover is cheaper than four of
+    the six steps of a ring, by those of this profile, between which nothing takes time, it is not."""
+    if why := shm.available():
+        pytest.skip(why)
+    (tmp_path / "text").write_text(TEXT)
+    given = {**TRAINED, "data": tmp_path / "text", "out": tmp_path / "run"}
+    if wires == "measured":
+        given["profile"] = tmp_path / "profile.json"
+        line = Line("direct", 0.0, 0.0, (0.0, 0.0), (0.0, 0.0))
+        links = tuple(Fit("sendrecv", axis, backend, 2, line) for axis, backend in (("dp", "gloo"), ("tp", "shm")))
+        Profile("a machine", "cpu", 4, {}, (), (), links).save(given["profile"])
+    source = Path(sys.modules["phalanx"].__file__).parents[1]
+    ends = two_hosts.torchrun(["-P", "-m", "phalanx", "train", *options(given)], seconds=150.0, env={"PYTHONPATH": str(source)})
+    assert [end.code for end in ends] == [0, 0], "\n".join(end.err for end in ends)
+    # float32 sums in another order: some 1e3 additions of 6e-8 each
+    assert losses(tmp_path / "run") == pytest.approx(on_one_host, rel=1e-4)
+    for rank in range(4):
+        counted = sums_of(tmp_path / "run", rank)
+        place = rank % 2
+        # tp stays inside, where it is not watched; of dp every host has one rank, which is a column by itself
+        assert set(counted) - {"default_pg"} == {
+            f"dp@{place}", f"dp@{place}/column0", "world@0", f"world@0/column{place}"
+        }  # fmt: skip
+        assert counted[f"dp@{place}"] + counted[f"dp@{place}/column0"] == 21
+        two_levels = (counted["world@0"], counted[f"world@0/column{place}"])
+        assert two_levels == ((0, 5) if wires == "usual" else (5, 0))  # 3 steps, and 2 of the start
+    assert doctor.main([str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.timeout(180)
+def test_ranks_that_are_alone_on_their_hosts_take_gloo(two_hosts: Bed, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ALONE)
+    source = Path(sys.modules["phalanx"].__file__).parents[1]
+    ends = two_hosts.torchrun([str(script)], per_host=(1, 1), seconds=120.0, env={"PYTHONPATH": str(source)})
+    assert [end.code for end in ends] == [0, 0], "\n".join(end.err for end in ends)
+    assert [end.out for end in ends] == ["C10dTransport gloo [3.0, 3.0]\n"] * 2
+    if shm.available() is None:
+        assert (
+            ends[0].err.count("CPU ranks communicate over Gloo, not through shared memory: every rank is on a host of its own")
+            == 1
+        )
+
+
+ALONE = """
+import torch, phalanx as phx
+with phx.init(phx.Mesh(dp=2)) as world:
+    x = torch.full((2,), 1.0 + world.rank)
+    world.transport.all_reduce(x, world.group("dp")).wait()
+    wires = world.transport.inner
+    print(type(wires).__name__, wires.backend, x.tolist())
+"""
 
 
 def sent_bytes() -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import multiprocessing
+import re
 import runpy
 import threading
 import time

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from phalanx.cli.doctor import run as doctor
 from phalanx.comm import CommError, DryTransport, Fabric, World, find_world, init, local
+from phalanx.comm.connect import Terms, agree
 from phalanx.comm.launch import Launch, check_mesh, first_host, launch_from, nearest_meshes
+from phalanx.comm.watch.monitor import Options, options_from
+from phalanx.comm.watch.watch import Watch
+from phalanx.comm.wires import Wire, Wires
 from phalanx.comm.world import _cosets
 from phalanx.mesh import Mesh
 
@@ -268,3 +280,69 @@ def test_leaving_a_world_with_an_exception_tells_the_other_ranks() -> None:
     with pytest.raises(CommError, match="lost"):
         waiting.wait()
     here.close()
+
+
+def test_the_terms_are_those_of_rank_0() -> None:
+    """Turn by turn, through a store that outlives a world; nobody waits for a rank that comes late."""
+    wires = Wires(inside=Wire(0.0, float("inf")), between=Wire(1e-4, 3e8), chunk_bytes=1 << 10)
+    decided = [Terms(wires, "/run", ("gloo",)), Terms(), Terms(watch="/other")]
+    store = dist.HashStore()
+    assert [agree(store, 0, terms, 1.0) for terms in decided] == decided
+    for rank in (1, 2):
+        assert [agree(store, rank, Terms(watch="/mine", watched=("shm",)), 1.0) for _ in decided] == decided
+    with pytest.raises(dist.DistError):
+        agree(store, 1, Terms(), 0.05)
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"watched has 'mpi', which is none of gloo, nccl, shm"):
+        init(Mesh(), watch="somewhere", watched=("gloo", "mpi"))
+
+
+def test_a_watched_world_leaves_its_rings_and_a_rank_that_hangs_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over Gloo. What the survivor raises, what it prints before and what the doctor reads afterwards is one verdict."""
+    script = Path(__file__).with_name("watched_world.py")
+    command = [sys.executable, "-P", "-m", "phalanx", "run", "--ranks", "2", str(script), str(tmp_path)]
+    source = Path(__file__).parents[2] / "src"
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": str(source)}, check=False
+    )
+    assert ended.returncode == 1
+    lines = script.read_text().splitlines()
+    pause = next(number for number, line in enumerate(lines, 1) if "signal.pause()" in line)
+    verdict = (
+        r"rank 1 has not called all_reduce 1 of group '\d+' \(dp@0\): rank 0 waits in all_reduce\(sum\) of 4 float32 at "
+        rf"watched_world\.py:{pause + 1} in main; rank 1 is at watched_world\.py:{pause} in main"
+    )
+    assert len(re.findall(rf"^\[rank 0\] {verdict}$", ended.stderr, re.MULTILINE)) == 1, ended.stderr
+    assert re.search(rf"CommError: rank 0: {verdict}$", ended.stderr, re.MULTILINE), ended.stderr
+    assert sorted(path.name for path in (tmp_path / "well" / "flight").iterdir()) == ["rank0.ring", "rank1.ring"]
+    assert doctor.main([str(tmp_path / "well")]) == 0
+    assert capsys.readouterr().out.startswith("nothing is wrong with what the ranks recorded\n")
+    assert doctor.main([str(tmp_path / "hangs")]) == doctor.WRONG
+    assert re.match(verdict, capsys.readouterr().out)
+
+
+def test_what_the_environment_says_of_a_watch(tmp_path: Path) -> None:
+    usual = Options(patience=3.0)
+    assert options_from({}, usual) == usual
+    said = options_from({"PHALANX_RUN_DIR": str(tmp_path), "PHALANX_PATIENCE": "0.5"}, usual)
+    assert (said.run_dir, said.patience) == (tmp_path, 0.5)
+    with pytest.raises(ValueError, match="PHALANX_PATIENCE='soon'; expected a number of seconds"):
+        options_from({"PHALANX_PATIENCE": "soon"}, usual)
+
+
+def test_a_watch_whose_folder_cannot_be_made_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run folder of rank 0 may be nowhere on another host; a run must not fail for that."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    taken = tmp_path / "taken"
+    taken.touch()
+    watch = Watch(dist.HashStore(), 0, 1, Options(run_dir=taken, say=said.append))
+    assert watch.ring.path.is_relative_to(tmp_path)
+    assert watch.ring.path.exists()
+    assert said == [f"[rank 0] no flight rings in {taken} (Not a directory); they go to {watch.folder}"]
+    watch.close()
+    assert list(tmp_path.iterdir()) == [taken]  # all is well, and nobody asked for them there

@@ -1,4 +1,4 @@
-"""Two data-parallel ranks over Gloo against torch DistributedDataParallel: `python -m phalanx.bench.ddp`.
+"""Two data-parallel ranks against torch DistributedDataParallel: `python -m phalanx.bench.ddp`.
 
 Same model, data, optimizer, threads and wires, alternated in one run; a barrier before every step stands outside the clock and the
 slower rank's time counts. DDP against itself is printed beside it: no ratio closer to 1 than that means anything.

@@ -22,6 +22,7 @@ from phalanx.bench.fit import fit
 from phalanx.bench.memory import levels
 from phalanx.comm.world import World
 from phalanx.hardware import Copy, Fit, Level, Profile
+from phalanx.observe.worlds import carrier
 from phalanx.train.metrics import bytes_text
 
 Floats = Mapping[str, float]
@@ -72,7 +73,7 @@ def measure(world: World, backend: str, effort: Effort, tell: Callable[[str], No
                 continue  # messages go along single axes
             tell(f"{op} along {axis}")
             points = operations.samples(op, world.group(axis), world, effort.sizes, effort.repeats)
-            fits.append(fit(op, axis, backend, world.group(axis).size, points))
+            fits.append(fit(op, axis, carrier(world, axis, backend), world.group(axis).size, points))
     return Profile(
         machine(world.device),
         world.device.type,

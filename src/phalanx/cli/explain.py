@@ -29,6 +29,8 @@ class Explained(TrainConfig):
     device: Unused[Literal["cpu", "cuda"] | None] = None
     optimizer: Unused[OptimizerConfig] = field(default_factory=OptimizerConfig)
     data: Unused[Path | None] = None
+    watch: Unused[bool | None] = None
+    profile: Unused[Path | None] = None
     held_out: Unused[int] = 0
     out: Unused[Path | None] = None
 

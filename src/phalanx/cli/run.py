@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ class Options:
 
     ranks: int
     """Number of processes, the size of the script's mesh."""
+    watch: Path | None = None
+    """A folder for what every rank calls, which `phalanx doctor run` reads; a hang or a disagreement gets a verdict. For scripts that
+    call `phx.init` or open a `watched:` process group."""
     script: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENT ...]")]
     """A Python file and its arguments."""
 
@@ -31,13 +35,15 @@ def main(args: list[str]) -> int:
         raise ValueError("phalanx run needs a script, as in `phalanx run --ranks 4 script.py`")
     if not Path(script[0]).is_file():
         raise ValueError(f"{script[0]} is not a file")
+    if options.watch is not None:
+        os.environ["PHALANX_RUN_DIR"] = str(options.watch.resolve())
     launch(options.ranks, [sys.executable, "-u", *script])
     return 0
 
 
 def split_at_script(args: list[str]) -> tuple[list[str], list[str]]:
-    """Our options, then the script with its own: the first word that is neither an option nor the value of --ranks."""
+    """Our options, then the script with its own: the first word that is neither an option nor the value of one."""
     position = 0
     while position < len(args) and args[position].startswith("-"):
-        position += 2 if args[position] == "--ranks" else 1
+        position += 2 if args[position] in ("--ranks", "--watch") else 1
     return args[:position], args[position:]

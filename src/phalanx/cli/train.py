@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +30,12 @@ def main(args: list[str]) -> int:
     mesh = config.parsed_mesh()
 
     from phalanx.comm.launch import launch_from
-    from phalanx.comm.world import init
     from phalanx.train.models import check_name
+    from phalanx.train.wires import measured_wires
 
     check_name(config.model)
-    if mesh.size > 1 and launch_from(os.environ) is None:
+    started = launch_from(os.environ)
+    if mesh.size > 1 and started is None:
         from phalanx.schedule.pipeline import compute_order
         from phalanx.train.data import byte_tokens
         from phalanx.train.launch import launch, rank_command
@@ -42,20 +44,46 @@ def main(args: list[str]) -> int:
         compute_order(config.schedule, 1, 1)
         if config.data is not None:
             byte_tokens(config.data)
+        if config.profile is not None:
+            measured_wires(config.profile)
         print(
             f"starting {mesh.size} local ranks for mesh {config.mesh}; each imports torch and derives its program first",
             flush=True,
         )
         launch(mesh.size, rank_command(["train", *args]))
         return 0
+    join(config, is_first=started is None or started.rank == 0)
+    return 0
 
+
+def join(config: TrainConfig, *, is_first: bool) -> None:
+    """Train as one rank. The first one decides for all where the run folder is, and reads the profile."""
     from rich.console import Console
 
-    from phalanx.train.loop import train
+    from phalanx.comm.world import init
+    from phalanx.train.loop import run_folder, train
+    from phalanx.train.wires import measured_wires
 
-    world = init(mesh, device=config.device)
+    wires = measured_wires(config.profile) if is_first and config.profile is not None else None
+    # Before the ranks meet: the first thing that they write down is how they do.
+    folder = run_folder(config) if is_first and config.watch is not False else None
     try:
-        train(config, world, Console())
+        world = init(
+            config.parsed_mesh(),
+            device=config.device,
+            wires=wires,
+            watch=folder,
+            watched=WATCHED[config.watch],
+        )
+        try:
+            train(config if folder is None else replace(config, out=folder), world, Console())
+        finally:
+            world.close()
     finally:
-        world.close()
-    return 0
+        if folder is not None and config.out is None:
+            with suppress(OSError):  # not empty: there was a run
+                folder.rmdir()
+
+
+WATCHED: dict[bool | None, tuple[str, ...]] = {None: ("gloo",), True: ("gloo", "nccl", "shm"), False: ()}
+"""Backends that are watched, by the setting `watch`."""

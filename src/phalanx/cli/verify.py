@@ -22,6 +22,8 @@ class Verified(TrainConfig):
     """What of a run is verified: all but its text and its folder."""
 
     data: Unused[Path | None] = None
+    watch: Unused[bool | None] = None
+    profile: Unused[Path | None] = None
     held_out: Unused[int] = 0
     out: Unused[Path | None] = None
 

@@ -40,6 +40,9 @@ class C10dTransport(Transport):
     destroys the default process group too.
     """
 
+    prefix = ""
+    """What stands before the backend's name where groups are opened."""
+
     def __init__(
         self, device: torch.device, *, backend: str | None = None, timeout: float = 60.0, owns_default: bool = False
     ) -> None:
@@ -87,7 +90,9 @@ class C10dTransport(Transport):
             from phalanx.comm.shm.process_group import Options
 
             options = Options(name=name)
-        pg = dist.new_group(list(ranks), timedelta(seconds=self.timeout), self.backend, options, group_desc=name)
+        pg = dist.new_group(
+            list(ranks), timedelta(seconds=self.timeout), f"{self.prefix}{self.backend}", options, group_desc=name
+        )
         if self.rank not in ranks:
             return None
         lane = Lane(pg, new_stream(self.device) if self.on_cuda else None)

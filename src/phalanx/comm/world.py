@@ -7,29 +7,23 @@ agree on when. Custom ops know a World by its name.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from pathlib import Path
 from threading import Lock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from phalanx.comm import shm
-from phalanx.comm.c10d import C10dTransport
-from phalanx.comm.hierarchy import HierarchicalTransport
-from phalanx.comm.hosts import hosts_of, node_from
+from phalanx.comm.connect import Connecting, Terms
 from phalanx.comm.launch import Launch, check_mesh, launch_from
 from phalanx.comm.ledger import Ledger, Recorded
 from phalanx.comm.threads import Fabric
-from phalanx.comm.transport import CommError, Group, Transport
+from phalanx.comm.transport import Group, Transport
+from phalanx.comm.watch.monitor import Options, options_from
+from phalanx.comm.watch.register import BACKENDS
 from phalanx.comm.wires import Wires
 from phalanx.mesh import Mesh
-
-logger = logging.getLogger("phalanx")
 
 
 class World:
@@ -182,88 +176,49 @@ def init(
     stage_sets: Iterable[tuple[int, ...]] = (),
     p2p: Sequence[str] = ("pp",),
     wires: Wires | None = None,
+    watch: Path | str | None = None,
+    watched: Sequence[str] = ("gloo", "nccl", "shm"),
 ) -> World:
     """The World of this process, from what its launcher says: torchrun, srun, or mpirun (Open MPI, or any that speaks PMI).
 
     The device is the CUDA device of the local rank if there is one (over NCCL), else the CPU: through shared memory inside a host
-    and over Gloo between hosts, or over Gloo alone, with a log line that says why, where memory cannot be shared. `wires` is what
-    the collectives across hosts are chosen by, the same on all ranks. Without a launcher, a mesh of one rank is a world without a
-    process group. Where torch.distributed is initialised already, that is used and left open. `timeout` is in seconds, for one
-    communication. Raises ValueError if the mesh has more or fewer ranks than there are, and CommError, with the ranks that are
-    missing, if they do not all come within the timeout.
+    and over Gloo between hosts, or over Gloo alone, with a log line that says why, where memory cannot be shared. Without a launcher,
+    a mesh of one rank is a world without a process group. Where torch.distributed is initialised already, that is used and left
+    open. `timeout` is in seconds, for one communication.
+
+    wires    what the collectives across hosts are chosen by
+    watch    a folder. What every rank calls is written to `watch`/flight and outlives it, and a hang or a disagreement gets a verdict
+             with rank, call and line; `phalanx doctor run` reads the folder. None: PHALANX_RUN_DIR, which `phalanx run --watch` sets
+             and without which nothing is watched
+    watched  the backends whose groups are watched. A watch over NCCL has not run on a GPU yet
+
+    Of `wires`, `watch` and `watched`, those of rank 0 count for all ranks. Raises ValueError if the mesh has more or fewer ranks than
+    there are, or `watched` names a backend that cannot be, and CommError, with the ranks that are missing, if they do not all come
+    within the timeout.
     """
     launch = launch_from(os.environ)
     if dist.is_initialized():
         local_rank = launch.local_rank if launch is not None else dist.get_rank() % max(torch.cuda.device_count(), 1)
         launch = Launch("torch.distributed", dist.get_rank(), dist.get_world_size(), local_rank)
     check_mesh(mesh, launch)
+    if unknown := [backend for backend in watched if backend not in BACKENDS]:
+        raise ValueError(f"watched has {unknown[0]!r}, which is none of {', '.join(BACKENDS)}")
     place = _device(device, launch.local_rank if launch is not None else 0)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if launch is None:
         return World(mesh, 0, Fabric(1).transport(0), device=place, stage_sets=stage_sets, p2p=p2p)
-    transport = C10dTransport(place, timeout=timeout) if dist.is_initialized() else _connect(launch, place, timeout, wires)
+    options = options_from(os.environ, Options(patience=min(PATIENCE_SECONDS, timeout / 4)))
+    folder = watch if watch is not None else options.run_dir
+    terms = Terms(wires, None if folder is None else str(Path(folder).resolve()), tuple(watched))
+    connecting = Connecting(launch, place, timeout, options)
+    transport = connecting.on_default(terms) if dist.is_initialized() else connecting.best(terms)
     return World(mesh, launch.rank, transport, device=place, epoch=launch.restarts, stage_sets=stage_sets, p2p=p2p)
 
 
-def _connect(launch: Launch, place: torch.device, timeout: float, wires: Wires | None) -> Transport:
-    """Open the default process group and the best transport that serves all ranks."""
-    on_cpu = place.type == "cpu"
-    store, words = _meet(launch, timeout, (shm.available() or "") if on_cpu else "")
-
-    def open_default(backend: str) -> C10dTransport:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(backend, store),
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timedelta(seconds=timeout),
-            device_id=None if on_cpu else place,
-        )
-        return C10dTransport(place, timeout=timeout, owns_default=True)
-
-    if not on_cpu:
-        return open_default("nccl")
-    reason = next((f"on rank {rank}, {word}" for rank, word in enumerate(words) if word), None)
-    if reason is None:
-        hosts = hosts_of(PrefixStore("hosts", store), launch.rank, launch.size, node=node_from(os.environ), timeout=timeout)
-        if len(set(hosts)) > 1 and len(set(hosts)) < launch.size:
-            between = open_default("gloo")
-            return HierarchicalTransport(C10dTransport(place, backend="shm", timeout=timeout), between, hosts, wires=wires)
-        reason = "every rank is on a host of its own"
-        if len(set(hosts)) == 1:
-            try:
-                return open_default("shm")
-            except shm.Unavailable as unavailable:
-                reason = str(unavailable)
-    if launch.rank == 0:
-        logger.warning("CPU ranks communicate over Gloo, not through shared memory: %s", reason)
-    return open_default("gloo")
-
-
-def _meet(launch: Launch, timeout: float, word: str) -> tuple[PrefixStore, list[str]]:
-    """The store of this launch, once every rank has been there, and what each left there."""
-    this, patience = f"rank {launch.rank} of {launch.size}", timedelta(seconds=timeout)
-    try:
-        # As if for one rank: torch would wait for all of them as well, but does not say which are missing.
-        store, _, _ = next(rendezvous(launch.rendezvous, launch.rank, 1, timeout=patience))
-        present = PrefixStore("phalanx/present", store)
-        present.set(str(launch.rank), word)
-    except dist.DistError as error:
-        raise CommError(
-            f"{this} did not reach the store at which ranks meet ({launch.rendezvous}) within {timeout:g} s: rank 0, which holds it "
-            "unless the launcher does, did not come"
-        ) from error
-    everybody = [str(rank) for rank in range(launch.size)]
-    try:
-        present.wait(everybody, patience)
-    except dist.DistError as error:
-        missing = [rank for rank in everybody if not present.check([rank])]
-        plural = "s" * (len(missing) > 1)
-        raise CommError(
-            f"{this} waited {timeout:g} s for rank{plural} {', '.join(missing)}, which did not come to phx.init"
-        ) from error
-    return PrefixStore("phalanx", store), [text.decode() for text in present.multi_get(everybody)]
+PATIENCE_SECONDS = 15.0
+"""How long a wait of a watched world may take before the ranks are asked, or a quarter of the time-out: a verdict must come before
+that. Ranks that derive their programs on a busy machine are seconds apart, and nobody wants to be told of it."""
 
 
 def _device(device: torch.device | str | None, local_rank: int) -> torch.device:

@@ -10,6 +10,7 @@ import torch
 
 from phalanx.comm import shm
 from phalanx.comm.c10d import C10dTransport
+from phalanx.comm.hierarchy import HierarchicalTransport
 from phalanx.comm.world import World, init
 from phalanx.mesh import Mesh
 
@@ -38,6 +39,8 @@ def opened(mesh: Mesh, backend: str | None, p2p: Sequence[str] = ()) -> Iterator
     with init(mesh, device=None if backend is None else DEVICES[backend], p2p=p2p) as world:
         own = world.transport.inner
         usual = own.backend if isinstance(own, C10dTransport) else "threads"  # one rank has no wires
+        if isinstance(own, HierarchicalTransport):
+            usual = "shm"
         if mesh.size == 1 or backend in (None, usual):
             yield world, usual
             return
@@ -45,3 +48,11 @@ def opened(mesh: Mesh, backend: str | None, p2p: Sequence[str] = ()) -> Iterator
         wires = C10dTransport(world.device, backend=backend)
         with World(mesh, world.rank, wires, device=world.device, p2p=p2p) as other:
             yield other, backend
+
+
+def carrier(world: World, axis: str, backend: str) -> str:
+    """The backend that carries messages along an axis, where `backend` is that of the world: between hosts it is Gloo."""
+    own = world.transport.inner
+    if not isinstance(own, HierarchicalTransport):
+        return backend
+    return "gloo" if len({own.hosts[rank] for rank in world.group(axis).ranks}) > 1 else backend

@@ -84,6 +84,12 @@ class TrainConfig:
     """Batches of held-out samples (the last twentieth of the text) to evaluate after the last step."""
     out: Path | None = None
     """Run folder: config.yaml and metrics.jsonl, which replace older ones there. Left out: a new folder under runs/."""
+    watch: bool | None = None
+    """Write what every rank calls into the folder flight of the run folder, and say why when the run hangs. Left out: over Gloo only.
+    Shared memory checks its calls itself; over NCCL a watch must be asked for until it has run on a GPU."""
+    profile: Path | None = None
+    """A file of `phalanx bench hardware --out`: collectives across hosts are chosen by its links. Only rank 0 needs the file. Left out:
+    by links of 1 Gbit/s."""
 
     def parsed_mesh(self) -> Mesh:
         return Mesh.parse(self.mesh)

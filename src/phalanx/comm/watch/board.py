@@ -7,6 +7,7 @@ A rank writes its own fingerprint, then reads the others'. Ranks of other hosts 
 from __future__ import annotations
 
 import mmap
+import struct
 from pathlib import Path
 
 DEPTH = 64
@@ -23,7 +24,9 @@ class Board:
         # Whoever comes first makes the file; growing it to one length is harmless however many do it.
         with open(path, "a+b") as file:
             file.truncate(words * 8)
-            self._words = memoryview(mmap.mmap(file.fileno(), words * 8)).cast("Q")
+            self._map = mmap.mmap(file.fileno(), words * 8)
+        self._words = memoryview(self._map).cast("Q")
+        self._row = struct.Struct(f"={size}Q").unpack_from
 
     def enter(self, seq: int, op: int, dtype: int, elements: int, reduction: int, root: int) -> int:
         """Enter collective `seq` (from 1) as this call; returns the entry, to be compared.
@@ -40,8 +43,7 @@ class Board:
 
     def disagreeing(self, seq: int, entry: int) -> list[int]:
         """The group ranks that have entered collective `seq` as another call."""
-        row = seq % DEPTH * self._size
-        others = self._words[row : row + self._size].tolist()
+        others = self._row(self._map, seq % DEPTH * self._size * 8)
         if others.count(entry) == self._size:
             return []
         return [rank for rank, other in enumerate(others) if other != entry and other >> 32 == entry >> 32]

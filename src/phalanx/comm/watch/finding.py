@@ -20,7 +20,12 @@ class Verdict:
     details: tuple[str, ...] = ()
     fatal: bool = True
     at: tuple[str, int] = ("", 0)
-    """Group and sequence number: with the kind, what makes two verdicts the same."""
+    """Group and sequence number."""
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        """What makes two verdicts the same: texts differ with the moment at which they are given."""
+        return self.kind, self.at, self.culprits
 
     def __str__(self) -> str:
         return "\n".join([self.text, *(f"    {line}" for line in self.details)])

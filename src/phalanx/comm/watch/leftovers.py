@@ -21,7 +21,8 @@ def leftovers(views: Views) -> list[Verdict]:
                 if behind and not anybody and other_end(op, rank, messages[op.root]) is None:
                     text = f"rank {op.root} never received what rank {rank} sent: {op.where}"
                     found.append(Verdict("unreceived", text, (rank, op.root), fatal=False, at=(op.group, op.seq)))
-            if not op.waited and not op.is_message and op.op != "destroy" and view.life in ("closed", "ended"):
+            unwaited = not op.waited and op.ended >= 0 and not op.is_message and op.op != "destroy"
+            if unwaited and view.life in ("closed", "ended"):
                 text = f"rank {rank} never waited for its {op.where}: its result may not have been there when it was used"
                 found.append(Verdict("never waited", text, (rank,), fatal=False, at=(op.group, op.seq)))
     return found

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.comm.watch import ring as rings
@@ -20,6 +20,9 @@ from phalanx.comm.watch.sites import stack
 from phalanx.comm.watch.snapshot import RankView
 from phalanx.comm.watch.source import read_lines
 from phalanx.comm.watch.verdict import verdict
+
+EXPLAIN_SECONDS = 10.0
+"""The longest that a failed operation is looked into: twice as long as a monitor may sleep before it answers for another host."""
 
 
 def tell(text: str) -> None:
@@ -42,6 +45,19 @@ class Options:
     run_dir: Path | None = None
     host: str | None = None
     say: Callable[[str], None] = tell
+
+
+def options_from(env: Mapping[str, str], otherwise: Options) -> Options:
+    """`otherwise`, with what the person who starts a script says in PHALANX_RUN_DIR and PHALANX_PATIENCE."""
+    folder, patience = env.get("PHALANX_RUN_DIR"), env.get("PHALANX_PATIENCE")
+    if folder:
+        otherwise = replace(otherwise, run_dir=Path(folder).resolve())
+    if patience:
+        try:
+            otherwise = replace(otherwise, patience=float(patience))
+        except ValueError:
+            raise ValueError(f"PHALANX_PATIENCE={patience!r}; expected a number of seconds") from None
+    return otherwise
 
 
 class Monitor:
@@ -112,17 +128,17 @@ class Monitor:
         self._ring.set_word(rings.ANSWERED, time.monotonic_ns())
 
     def _consider(self, found: Verdict) -> None:
-        """Tell it once. A fatal verdict is acted upon when a second look confirms it: views are not taken at one moment."""
-        name = (found.kind, found.at, found.culprits)
-        if found.fatal and name != self._suspected:
-            self._suspected = name
+        """Tell it once. What ends a run, or calls a rank gone, is believed when a second look confirms it.
+
+        Views are not taken at one moment, and another host may answer only just after it was looked at.
+        """
+        if (found.fatal or found.kind == "died") and found.name != self._suspected:
+            self._suspected = found.name
             return
-        if name not in self._told:
-            self._told.add(name)
-            if found.fatal:
-                self.conclude(found)
-            else:
-                self._say(found)
+        if found.fatal:
+            self.conclude(found)
+        else:
+            self._say(found)
 
     def conclude(self, found: Verdict) -> Verdict:
         """This is what ends the run: tell it, keep it where `phalanx doctor run` finds it, and disconnect. The first one counts."""
@@ -143,12 +159,18 @@ class Monitor:
     def explain(self, error: BaseException) -> Verdict | None:
         """Why an operation of this rank has just failed; None if the views do not say.
 
-        Others may still be on their way out, so it looks more than once.
+        Others may still be on their way out, so it looks more than once. Who has not come by the time-out, or at the end of that,
+        has not come.
         """
-        last = None
-        until = time.monotonic() + max(1.0, 2 * self._options.patience)
+        last = found = None
+        out_of_time = "timed out" in str(error).lower()
+        until = time.monotonic() + min(max(1.0, 2 * self._options.patience), EXPLAIN_SECONDS)
+        asked = False
         while self.final is None and time.monotonic() < until:
             try:
+                if not asked:
+                    self._collector.ask()
+                    asked = True
                 views = self._collector.views()
             except RuntimeError:
                 break
@@ -165,11 +187,16 @@ class Monitor:
                 ):
                     return self.conclude(found)
                 last = (found.kind, found.at)
+            elif found is not None and out_of_time:
+                return self.conclude(found)
             told = [(rank, view) for rank, view in sorted(views.items()) if view.verdict and rank != self._ring.identity.rank]
             if told and found is None:
                 return self.conclude(Verdict("told", told[0][1].verdict))
             time.sleep(0.05)
-        return self.final
+        return self.conclude(found) if found is not None else self.final
 
     def _say(self, found: Verdict) -> None:
+        if found.name in self._told:
+            return
+        self._told.add(found.name)
         self._options.say(f"[rank {self._ring.identity.rank}] {found}\n    phalanx doctor run {self._collector.folder}")

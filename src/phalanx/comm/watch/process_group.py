@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,6 @@ from phalanx.comm.watch.work import StreamEnd, Work
 
 _ALL_REDUCE = OP["all_reduce"]
 Tensors = Sequence[torch.Tensor]
-
-
-class Call(NamedTuple):
-    """A recorded operation: its number in the ring and, for a receive from anybody, its tag."""
-
-    number: int
-    any_tag: int | None = None
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -71,10 +64,12 @@ class ProcessGroup(dist.ProcessGroup):
         self.runs_ahead = runs_ahead
         self._store, self._ranks, self._sockets = store, tuple(ranks), sockets
         self._group, self._unique = group
+        self._name = self._description = ""  # until torch sets them
         self._rank = inner.rank()
         self._board = watch.board(self._unique, inner.size(), self._rank)
         self._seqs = count(1)
         self._messages: dict[tuple[int, int, int], Any] = {}
+        self._from_anybody: dict[int, int] = {}  # receives in flight whose source is not known, and their tags
         self.refuses = False
         # Looked up once: these are called for every operation.
         self._record, self._here = self.ring.record, watch.sites.here
@@ -105,14 +100,14 @@ class ProcessGroup(dist.ProcessGroup):
         if others := self._disagreeing(seq, entry):
             raise self._refusal(number, others)
         if self.refuses or not inline or self.runs_ahead:
-            return self._run(Call(number), inline, self._inner_allreduce, tensors, opts)
+            return self._run(number, inline, self._inner_allreduce, tensors, opts)
         # The most frequent case, in a straight line: it costs what the machinery around it would.
         try:
             work = self._inner_allreduce(tensors, opts)
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            raise self._broken(Call(number), error) from error
+            raise self._broken(number, error) from error
         self.ring.end(number)
         return None
 
@@ -236,34 +231,34 @@ class ProcessGroup(dist.ProcessGroup):
         )
         if others := self._disagreeing(seq, entry):
             raise self._refusal(number, others)
-        return self._run(Call(number), inline, start, *arguments)
+        return self._run(number, inline, start, *arguments)
 
-    def _run(self, call: Call, inline: bool, start: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, number: int, inline: bool, start: Callable[..., Any], *arguments: Any) -> Any:
         if self.refuses:
-            raise self._refused(call)
+            raise self._refused(number)
         try:
             inner = start(*arguments)
         except RuntimeError as error:
-            raise self._broken(call, error) from error
+            raise self._broken(number, error) from error
         except BaseException as error:
-            self._spoiled(call, error)
+            self._spoiled(number, error)
             raise
         if inner is None:
             if self.runs_ahead:
-                self.watch.expect(call.number, StreamEnd(self.ring, call.number))
+                self.watch.expect(number, StreamEnd(self.ring, number))
             else:
-                self.completed(call, None)
+                self.completed(number, None)
             return None
         if not inline or self.runs_ahead:
-            work = Work(self, call, inner)
+            work = Work(self, number, inner)
             if self.runs_ahead:
-                self.watch.expect(call.number, weakref.ref(work))
+                self.watch.expect(number, weakref.ref(work))
             return work
         try:
             inner.wait()
         except RuntimeError as error:
-            raise self.failure(call, error) from error
-        self.completed(call, inner)
+            raise self.failure(number, error) from error
+        self.completed(number, inner)
         return None
 
     # Messages
@@ -288,7 +283,8 @@ class ProcessGroup(dist.ProcessGroup):
             self._here(1),
             self.runs_ahead,
         )
-        return self._run(Call(number, tag), False, self.inner.recv_anysource, tensors, tag)
+        self._from_anybody[number] = tag
+        return self._run(number, False, self.inner.recv_anysource, tensors, tag)
 
     def _message(
         self, name: str, tensors: Tensors, source: int, target: int, tag: int, start: Callable[..., Any], *arguments: Any
@@ -301,7 +297,7 @@ class ProcessGroup(dist.ProcessGroup):
         number = self._record(op, self._group, seq, dtype, elements, NO_REDUCTION, peer, tag, self._here(2), self.runs_ahead)
         if entry and self._board.message_disagrees(source, target, seq, entry):
             raise self._refusal(number, [peer])
-        return self._run(Call(number), False, start, *arguments)
+        return self._run(number, False, start, *arguments)
 
     def _next_message(self, source: int, target: int, tag: int) -> int:
         key = (source, target, tag)
@@ -311,12 +307,12 @@ class ProcessGroup(dist.ProcessGroup):
 
     # What becomes of a call
 
-    def completed(self, call: Call, inner: Any) -> None:
+    def completed(self, number: int, inner: Any) -> None:
         """Write down the end; and whose message it was, if it came from anybody."""
-        self.ring.end(call.number)
-        if call.any_tag is not None and inner is not None:
+        self.ring.end(number)
+        if self._from_anybody and (tag := self._from_anybody.pop(number, None)) is not None and inner is not None:
             source = inner._source_rank()
-            self.ring.name_message(call.number, source, self._next_message(source, self._rank, call.any_tag))
+            self.ring.name_message(number, source, self._next_message(source, self._rank, tag))
 
     def _refusal(self, number: int, others: list[int]) -> CommError:
         """Ranks of this host have entered this position with another call: nothing of ours has been sent yet."""
@@ -329,27 +325,27 @@ class ProcessGroup(dist.ProcessGroup):
             )
         return CommError(f"rank {self.watch.rank}: {found.text}")
 
-    def _refused(self, call: Call) -> CommError:
-        self.ring.fail(call.number)
+    def _refused(self, number: int) -> CommError:
+        self.ring.fail(number)
         assert self.watch.monitor.final is not None
         return CommError(f"rank {self.watch.rank}: refused after: {self.watch.monitor.final.text}")
 
-    def _spoiled(self, call: Call, error: BaseException) -> None:
+    def _spoiled(self, number: int, error: BaseException) -> None:
         """This rank's own mistake; the others may wait for this call."""
         self.ring.write_area("reason", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300])
-        self.ring.fail(call.number)
+        self.ring.fail(number)
 
-    def _broken(self, call: Call, error: RuntimeError) -> RuntimeError:
+    def _broken(self, number: int, error: RuntimeError) -> RuntimeError:
         """What to raise for an operation that raised: the verdict, or the error itself if the backend refused the arguments."""
         if not self.refuses and not _is_connection(error):
-            self._spoiled(call, error)
+            self._spoiled(number, error)
             return error
-        return self.failure(call, error)
+        return self.failure(number, error)
 
-    def failure(self, call: Call, error: BaseException) -> CommError:
+    def failure(self, number: int, error: BaseException) -> CommError:
         """The error of an operation that broke, with the verdict if there is one."""
         found = self.watch.monitor.explain(error)
-        self.ring.fail(call.number)
+        self.ring.fail(number)
         said = f"a communication failed and the rings do not say why: {str(error).partition(chr(10))[0]}"
         return CommError(f"rank {self.watch.rank}: {found.text if found is not None else said}")
 
@@ -361,8 +357,9 @@ class ProcessGroup(dist.ProcessGroup):
         shut_down(self._sockets)
         self.inner.abort()
 
-    def abort(self) -> None:
-        self.inner.abort()
+    def abort(self, *reason: str) -> None:
+        """As the inner group's, which over shared memory takes a reason."""
+        self.inner.abort(*reason)
 
     def shutdown(self) -> None:
         number = self.ring.record(OP["destroy"], self._group, 0, 0, 0, NO_REDUCTION, -1, 0, self._here(1), False)
@@ -373,8 +370,24 @@ class ProcessGroup(dist.ProcessGroup):
     def get_group_store(self) -> Any:
         return self._store
 
+    # C++ asks a backend for the names, and a group in Python has none that it could ask.
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    group_name = property(getGroupName)  # type: ignore[assignment]
+    group_desc = property(getGroupDesc)  # type: ignore[assignment]
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._name = name
+
     def _set_group_desc(self, description: str) -> None:
         super()._set_group_desc(description)
+        self._description = description
         device = "cuda" if self.runs_ahead else "cpu"
         self.ring.amend(GROUP, self._group, group_text(self._unique, description, self._ranks, device))
 

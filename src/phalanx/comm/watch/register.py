@@ -1,6 +1,6 @@
-"""The names under which watched groups are asked for: `watched:gloo`, `watched:nccl`, `watched:cpu:gloo,cuda:nccl`.
+"""The names under which watched groups are asked for: `watched:gloo`, `watched:nccl`, `watched:shm`, `watched:cpu:gloo,cuda:nccl`.
 
-torch takes a name that is registered as it is, colon and all, before it looks for a device in it.
+torch takes a name that is registered as it is, colon and all, before it looks for a device in it. Importing this registers them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from phalanx.comm.watch.sockets import streams
 from phalanx.comm.watch.watch import Watch
 
 PREFIX = "watched:"
-BACKENDS = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"], "cpu:gloo,cuda:nccl": ["cpu", "cuda"]}
+BACKENDS = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"], "shm": ["cpu"], "cpu:gloo,cuda:nccl": ["cpu", "cuda"]}
 """What is registered by default, and the devices that it serves."""
 
 
 class Registry:
     """Makes watched groups. One per process: its groups share a ring and a monitor as long as one of them lives."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self) -> None:
+        self.options = Options()
         self._watch: Watch | None = None
 
     def add(self, backend: str, devices: Sequence[str]) -> None:
@@ -71,14 +71,19 @@ class Registry:
         opened = {descriptor: inode for descriptor, inode in streams().items() if before.get(descriptor) != inode}
         return ProcessGroup(inner, backends, opts.store, watch, ranks, group, opened, on_cuda)
 
-    def _current(self, opts: Any, options: Options) -> Watch:
-        if self._watch is not None and self._watch.is_open:
-            return self._watch
-        store, rank, size = opts.store, opts.group_rank, opts.group_size
-        if dist.is_initialized():  # the default group is not watched, this one is the first that is
-            store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-        self._watch = Watch(store, rank, size, options)
+    def begin(self, store: Any, rank: int, size: int, options: Options) -> Watch:
+        """The watch of this process, begun with these options if there is none: groups that are opened from now on belong to it.
+
+        `store` reaches all `size` ranks; each of them calls this.
+        """
+        if self._watch is None or not self._watch.is_open:
+            self._watch = Watch(store, rank, size, options)
         return self._watch
+
+    def _current(self, opts: Any, options: Options) -> Watch:
+        if dist.is_initialized():  # the default group is not watched, this one is the first that is
+            return self.begin(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), options)
+        return self.begin(opts.store, opts.group_rank, opts.group_size, options)
 
 
 def meet(store: Any, ranks: Sequence[int], me: int, timeout: timedelta, watch: Watch) -> None:
@@ -145,3 +150,9 @@ def _backend(name: str, device: str, opts: Any, backend_options: Any) -> Any:
     if plugin.extended_api:
         return plugin.creator_fn(opts, backend_options)
     return plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
+
+
+# torch's table of backends is of the process as well, and keeps this object whether it has a name or not.
+registry = Registry()
+for _name, _devices in BACKENDS.items():
+    registry.add(_name, _devices)

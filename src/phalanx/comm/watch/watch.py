@@ -38,8 +38,7 @@ class Watch:
         name = secrets.token_hex(8)
         self.job: str = store.compare_set(f"phalanx/watch/job/{turn}", "", name).decode()
         scratch = Path(tempfile.gettempdir()) / f"phalanx-{self.job}"
-        self.folder = options.run_dir or scratch
-        (self.folder / FLIGHT).mkdir(parents=True, exist_ok=True)
+        self.folder = self._home(rank, options, scratch)
         self.options = options
         host = options.host or host_identity()
         self._boards = scratch / f"boards-{host}"
@@ -54,6 +53,18 @@ class Watch:
         self.monitor = Monitor(collector, options, self.disconnect, self.sweep)
         self._pid = os.getpid()
         atexit.register(self._interpreter_ends)
+
+    @staticmethod
+    def _home(rank: int, options: Options, scratch: Path) -> Path:
+        """Where the rings go. The folder of the run may not exist on every host; a run does not fail for want of a watch."""
+        if options.run_dir is not None:
+            try:
+                (options.run_dir / FLIGHT).mkdir(parents=True, exist_ok=True)
+                return options.run_dir
+            except OSError as error:
+                options.say(f"[rank {rank}] no flight rings in {options.run_dir} ({error.strerror}); they go to {scratch}")
+        (scratch / FLIGHT).mkdir(parents=True, exist_ok=True)
+        return scratch
 
     def open(self, name: str, axis: str, ranks: Sequence[int], device: str) -> tuple[int, str]:
         """Begin to watch a group: its id in the ring, and its name there, which is new even if the group's is not."""
@@ -121,7 +132,11 @@ class Watch:
         if any(view.life == "running" for view in views):
             return
         shutil.rmtree(self._boards, ignore_errors=True)
-        if self.options.run_dir is None and not keep and all(view.life == "closed" and not view.verdict for view in views):
+        if (
+            self.folder != self.options.run_dir
+            and not keep
+            and all(view.life == "closed" and not view.verdict for view in views)
+        ):
             for view in views:
                 ring_path(self.folder, view.rank).unlink(missing_ok=True)
         for folder in (self.folder / FLIGHT, self._boards.parent):

@@ -10,39 +10,39 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from phalanx.comm.watch.process_group import Call, ProcessGroup
+    from phalanx.comm.watch.process_group import ProcessGroup
 
 _NO_TIMEOUT = timedelta(0)
 
 
 class Work(dist._Work):  # type: ignore[misc, name-defined]
-    """The inner handle, watched. `call` is what was recorded."""
+    """The inner handle, watched. `number` is that of the operation in the ring."""
 
-    def __init__(self, group: ProcessGroup, call: Call, inner: Any) -> None:
+    def __init__(self, group: ProcessGroup, number: int, inner: Any) -> None:
         super().__init__()
-        self._group, self._call, self._inner = group, call, inner
+        self._group, self._number, self._inner = group, number, inner
         self._waited = group.runs_ahead
         self._over = False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._waited:
             self._waited = True
-            self._group.ring.wait(self._call.number)
+            self._group.ring.wait(self._number)
         try:
             done: bool = self._inner.wait(timeout) if timeout else self._inner.wait()
         except RuntimeError as error:
             self._over = True
-            raise self._group.failure(self._call, error) from error
+            raise self._group.failure(self._number, error) from error
         if not self._over and (not self._group.runs_ahead or self._inner.is_completed()):
             self._over = True
-            self._group.completed(self._call, self._inner)
+            self._group.completed(self._number, self._inner)
         return done
 
     def over(self) -> bool:
         """True once the operation has completed; writes the end down when it is first seen."""
         if not self._over and self._inner.is_completed():
             self._over = True
-            self._group.ring.end(self._call.number)
+            self._group.ring.end(self._number)
         return self._over
 
     def is_completed(self) -> bool:
@@ -69,8 +69,8 @@ class Work(dist._Work):  # type: ignore[misc, name-defined]
         # Whoever holds the future waits for it out of our sight.
         if not self._waited:
             self._waited = True
-            self._group.ring.wait(self._call.number)
-            self._group.watch.expect(self._call.number, weakref.ref(self))
+            self._group.ring.wait(self._number)
+            self._group.watch.expect(self._number, weakref.ref(self))
         future: torch.futures.Future[Any] = self._inner.get_future()
         return future
 
@@ -79,7 +79,7 @@ class Work(dist._Work):  # type: ignore[misc, name-defined]
 
     def __del__(self) -> None:
         if not self._over and self._inner is not None and self._inner.is_completed():
-            self._group.ring.end(self._call.number)
+            self._group.ring.end(self._number)
 
 
 class StreamEnd:

@@ -90,6 +90,7 @@ static void stage(struct op *o, uint64_t k) {
     if (o->kind == BARRIER) return;
     uint8_t *to = slot(g, g->rank, o->base + k);
     size_t start, length = range(o, k, &start), part, place;
+    bool stream = (o->kind == EXCHANGE ? o->send_bytes[g->rank] : o->count * o->item) * (size_t)g->size >= STREAM; /* what stays here */
     if (one_shot(o)) {
         phx_copy(to, o->src[0], o->count * o->item, 0);
         return;
@@ -102,17 +103,17 @@ static void stage(struct op *o, uint64_t k) {
         break;
     case ALL_GATHER:
         phx_copy(to, o->src[0] + start, length, 0);
-        if (o->dst[g->rank] != o->src[0]) phx_copy(o->dst[g->rank] + start, o->src[0] + start, length, 0);
+        if (o->dst[g->rank] != o->src[0]) phx_copy(o->dst[g->rank] + start, o->src[0] + start, length, stream);
         break;
     case BROADCAST:
         if (g->rank == (int)o->root) {
             phx_copy(to, o->src[0] + start, length, 0);
-            if (o->dst[0] && o->dst[0] != o->src[0]) phx_copy(o->dst[0] + start, o->src[0] + start, length, 0);
+            if (o->dst[0] && o->dst[0] != o->src[0]) phx_copy(o->dst[0] + start, o->src[0] + start, length, stream);
         }
         break;
     case GATHER:
         if (g->rank != (int)o->root) phx_copy(to, o->src[0] + start, length, 0);
-        else if (o->dst[g->rank] != o->src[0]) phx_copy(o->dst[g->rank] + start, o->src[0] + start, length, 0);
+        else if (o->dst[g->rank] != o->src[0]) phx_copy(o->dst[g->rank] + start, o->src[0] + start, length, stream);
         break;
     case REDUCE_SCATTER:
         for (int i = 0; i < g->size; i++)
@@ -122,7 +123,7 @@ static void stage(struct op *o, uint64_t k) {
         if (g->rank != (int)o->root) break;
         for (int i = 0; i < g->size; i++) {
             if (i != g->rank) phx_copy(to + (size_t)i * section_room(o), o->src[i] + start, length, 0);
-            else if (o->dst[0] != o->src[i]) phx_copy(o->dst[0] + start, o->src[i] + start, length, 0);
+            else if (o->dst[0] != o->src[i]) phx_copy(o->dst[0] + start, o->src[i] + start, length, stream);
         }
         break;
     case ALL_TO_ALL:
@@ -131,7 +132,7 @@ static void stage(struct op *o, uint64_t k) {
             if (o->kind == EXCHANGE) length = exchange_range(o, k, (size_t)o->send_bytes[i], &start);
             if (!length) continue;
             if (i != g->rank) phx_copy(to + (size_t)i * section_room(o), o->src[i] + start, length, 0);
-            else if (o->dst[i] != o->src[i]) phx_copy(o->dst[i] + start, o->src[i] + start, length, 0);
+            else if (o->dst[i] != o->src[i]) phx_copy(o->dst[i] + start, o->src[i] + start, length, stream);
         }
         break;
     }
