@@ -8,6 +8,7 @@ from setuptools import Extension, setup
 CORE = Path("src/phalanx/comm/shm/core")
 
 setup(
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     ext_modules=[
         Extension(
             "phalanx.comm.shm._core",

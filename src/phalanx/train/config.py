@@ -72,7 +72,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of parameters and computation."""
     device: Literal["cpu", "cuda"] | None = None
-    """Where ranks compute. Left out: on the GPUs if there are any (over NCCL), else on the CPU (over Gloo)."""
+    """Where ranks compute. Left out: on the GPUs if there are any (over NCCL), else on the CPU (through shared memory, or over Gloo)."""
     seed: int = 0
     """Decides initial weights, the order of samples and dropout, the same on every mesh."""
     dropout: float = 0.0
