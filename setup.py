@@ -22,5 +22,5 @@ setup(
         )
     ]
     if sys.platform == "linux"
-    else []
+    else [],
 )
