@@ -56,7 +56,7 @@ static struct op *collective(struct group *g, uint32_t kind, float *x, size_t co
     o->dtype = PHX_F32, o->item = 4, o->count = count;
     if (kind == ALL_REDUCE) o->kernel = phx_kernel(PHX_F32, PHX_SUM);
     for (int i = 0; i < g->size; i++) o->src[i] = o->dst[i] = (uint8_t *)x;
-    o->src_whole = o->dst_whole = true;
+    o->src_whole = true;
     return o;
 }
 

@@ -139,7 +139,7 @@ static void *run(void *argument) {
                 o->src[i] = (uint8_t *)f->src + (many_in ? (size_t)i * count * 4 : 0);
                 o->dst[i] = (uint8_t *)f->dst + (many_out ? (size_t)i * count * 4 : 0);
             }
-            o->src_whole = o->dst_whole = true;
+            o->src_whole = true;
         }
         op_issue(f->op);
         op_leave(f->op);

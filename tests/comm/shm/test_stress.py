@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CORE = Path(__file__).parents[3] / "src" / "phalanx" / "comm" / "shm" / "core"
-SOURCES = ("collectives.c", "engine.c", "kernels.c", "messages.c", "segment.c")
+SOURCES = ("collectives.c", "engine.c", "groups.c", "kernels.c", "messages.c", "segment.c")
 # The sanitizers see compiled-in checks only, and ThreadSanitizer cannot run resolvers of function clones.
 FLAGS = ("-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-ffp-contract=off", "-DPHX_NO_CLONES", f"-I{CORE}")
 SANITIZERS = {

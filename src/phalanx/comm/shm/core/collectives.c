@@ -456,7 +456,7 @@ bool collectives_advance(struct group *g) {
         struct op *o = g->first;
         uint64_t before = o->staged + o->combined + o->collected;
         int result = advance(o);
-        if (result == 2) op_complete(o);
+        if (result == 2) op_end(o, DONE);
         if (result == 3) return true;
         if (!result) return moved || g->first != o || o->staged + o->combined + o->collected != before;
         moved = true;

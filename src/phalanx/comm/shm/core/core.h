@@ -5,7 +5,8 @@
  * grows, stored with release and loaded with acquire; whoever waits polls, then yields, then sleeps on a futex of its own process.
  *
  *   segment.c      the segment: making, mapping, allocating; doorbells; who is alive
- *   engine.c       operations: queues, waiting, the progress thread, failures
+ *   engine.c       operations: queues, waiting, the progress thread
+ *   groups.c       opening and leaving groups, failures and what is said of them
  *   collectives.c  staging, reducing and collecting in rounds
  *   messages.c     send and recv: rings, matching, rendezvous
  *   kernels.c      arithmetic and copying
@@ -161,7 +162,7 @@ struct op {
     const uint8_t **src;   /* one per member; for kinds with one input all the same */
     uint8_t **dst;
     uint64_t *send_bytes, *recv_bytes; /* EXCHANGE only */
-    bool src_whole, dst_whole;         /* the pieces lie one behind the other */
+    bool src_whole;                    /* the pieces of src lie one behind the other */
     double timeout, deadline, finished;
     char *error;
     phx_reduce_fn kernel;
@@ -218,11 +219,6 @@ struct group {
 
 /* ---- engine.c ---- */
 
-struct group *group_open(struct proc *p, uint64_t offset, int rank, int size, const int *peers, const int *ranks, const char *name,
-                         const char **why);
-void group_close(struct group *g);
-void group_abort(struct group *g, const char *reason);
-
 struct op *op_new(struct group *g, uint32_t kind, uint32_t site, double timeout);
 void op_issue(struct op *o);       /* queue it and run what can run at once; the handle has one reference */
 void op_leave(struct op *o);       /* after op_issue, by a caller that does not wait now */
@@ -231,25 +227,31 @@ int op_test(struct op *o);
 void op_release(struct op *o);
 int op_wait_any(struct op *const *ops, int count, double timeout);
 void op_nudge(void);
+void op_end(struct op *o, uint32_t state); /* DONE or FAILED; with the group's lock held, as all that follows */
 
-/* for collectives.c and messages.c, with the group's lock held */
-void op_complete(struct op *o);
+/* ---- groups.c ---- */
+
+struct group *group_open(struct proc *p, uint64_t offset, int rank, int size, const int *peers, const int *ranks, const char *name,
+                         const char **why);
+void group_close(struct group *g); /* these three take the lock themselves */
+void group_abort(struct group *g, const char *reason);
+
 void op_fail(struct op *o, const char *reason);
 void group_fail(struct group *g, const char *reason, bool tell);
 void publish(struct group *g);     /* after storing a counter that peers may wait for */
 void publish_to(struct group *g, int position);
+bool enter(struct group *g, int position); /* before touching tensors in a member's segment, -1: in everybody's; false: it is too late */
+void leave(struct group *g);
+bool gone(struct group *g, int position, char *reason, size_t room); /* whether a member died or left; then the reason is set */
+void miss_the_dead(struct group *g);
+void whereabouts(struct group *g, int position, char *text, size_t room); /* what a member did last in this group */
 int type_text(char *text, size_t room, uint32_t dtype);
 void describe(char *text, size_t room, uint32_t kind, uint32_t reduce, uint32_t dtype, uint32_t root_rank, uint64_t count);
 const char *site_text(struct head *head, uint32_t site);
-bool gone(struct group *g, int position, char *reason, size_t room); /* whether a member died or left; then the reason is set */
-bool enter(struct group *g, int position); /* before touching tensors in a member's segment, -1: in everybody's; false: it is too late */
-void leave(struct group *g);
-void whereabouts(struct group *g, int position, char *text, size_t room); /* what a member did last in this group */
 
 /* ---- collectives.c ---- */
 
 bool collectives_advance(struct group *g);
-void miss_the_dead(struct group *g);
 void collectives_inspect(struct group *g, double time);
 
 /* ---- messages.c ---- */

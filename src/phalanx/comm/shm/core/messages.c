@@ -84,7 +84,7 @@ static void unlink_op(struct op **first, struct op **last, struct op *o) {
 
 static void finish_send(struct group *g, struct op *o) {
     unlink_op(&g->sends, &g->sends_tail, o);
-    op_complete(o);
+    op_end(o, DONE);
 }
 
 static void append_recv(struct group *g, struct op *o) {
@@ -96,7 +96,7 @@ static void append_recv(struct group *g, struct op *o) {
 /* The receive is in no list. */
 static void finish_recv(struct op *o, int from) {
     o->source = from;
-    op_complete(o);
+    op_end(o, DONE);
 }
 
 /* ---- the sender ---- */

@@ -237,11 +237,11 @@ static bool addresses(PyObject *given, uint8_t **to, int size, size_t step, bool
             PyErr_Format(PyExc_ValueError, "%zd addresses for a group of %d", PyTuple_Size(given), size);
             return false;
         }
-        *whole = false;
+        if (whole) *whole = false;
         for (int i = 0; i < size; i++) to[i] = pointer(PyTuple_GetItem(given, i));
     } else {
         uint8_t *base = pointer(given);
-        *whole = true;
+        if (whole) *whole = true;
         for (int i = 0; i < size; i++) to[i] = base ? base + (size_t)i * step : NULL;
     }
     return !PyErr_Occurred();
@@ -271,7 +271,7 @@ static PyObject *py_collective(PyObject *m, PyObject *const *args, Py_ssize_t co
     bool many_in = kind == REDUCE_SCATTER || kind == SCATTER || kind == ALL_TO_ALL, many_out = kind == ALL_GATHER || kind == GATHER || kind == ALL_TO_ALL;
     size_t bytes = o->count * o->item;
     if (!addresses(args[5], (uint8_t **)o->src, g->size, many_in ? bytes : 0, &o->src_whole) ||
-        !addresses(args[6], o->dst, g->size, many_out ? bytes : 0, &o->dst_whole)) {
+        !addresses(args[6], o->dst, g->size, many_out ? bytes : 0, NULL)) {
         op_release(o);
         return NULL;
     }
@@ -297,7 +297,7 @@ static PyObject *py_all_to_all(PyObject *m, PyObject *const *args, Py_ssize_t co
         }
     }
     if (PyErr_Occurred() || !addresses(args[2], (uint8_t **)o->src, g->size, 0, &o->src_whole) ||
-        !addresses(args[3], o->dst, g->size, 0, &o->dst_whole)) {
+        !addresses(args[3], o->dst, g->size, 0, NULL)) {
         op_release(o);
         return NULL;
     }
