@@ -33,8 +33,8 @@ MAY_IMPORT = {
 }
 # tyro draws the command line, yaml and rich belong to a person's run: none of them below `train`.
 THIRD_PARTY = {"torch": None, "numpy": None, "safetensors": None, "transformers": ("hf", "train", "bench")}
-THIRD_PARTY |= {"pynvml": ("observe",), "matplotlib": ("bench",), "mpi4py": ("bench",)}
-OPTIONAL = {"transformers", "pynvml", "matplotlib", "mpi4py"}  # extras: imported where they are used
+THIRD_PARTY |= {"pynvml": ("observe",), "matplotlib": ("bench",), "mpi4py": ("bench",), "jax": ("bench",)}
+OPTIONAL = {"transformers", "pynvml", "matplotlib", "mpi4py", "jax"}  # extras: imported where they are used
 THIRD_PARTY |= {"rich": ("train", "observe", "bench", "cli"), "yaml": ("train", "plan"), "tyro": ("bench", "cli")}
 
 

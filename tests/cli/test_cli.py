@@ -43,12 +43,31 @@ def exit_code(*args: str) -> object:
         return ended.code
 
 
-@pytest.mark.parametrize(("command", "choice"), [("bench", "collectives"), ("bench", "hardware"), ("doctor", "links")])
+@pytest.mark.parametrize(
+    ("command", "choice"), [("bench", "collectives"), ("bench", "hardware"), ("bench", "peers"), ("doctor", "links")]
+)
 def test_help_of_a_sub_command(command: str, choice: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(command, choice, "--help") == 0
     assert f"usage: phalanx {command} {choice}" in capsys.readouterr().out
     assert exit_code(command, choice[:-1]) == 2
     assert f"{command} has no command '{choice[:-1]}'; did you mean '{choice}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--peer", "fsdp"], "there is no peer 'fsdp'; did you mean 'fsdp2'?"),
+        (["--shape", "compute"], "there is no shape 'compute'; did you mean 'compute-bound'?"),
+        (["--peer", "jax-dp"], "there is no peer 'jax-dp'"),
+        (["--ranks", "1"], "--ranks is 1; peers are compared on at least 2"),
+        (["--pairs", "0"], "--pairs is 0; it is a number of at least 1"),
+        (["--json", "no/such/folder/rows.json"], "no/such/folder/rows.json cannot be written"),
+        (["--plot", "rows.bmp"], "--plot rows.bmp ends in .bmp"),
+    ],
+)
+def test_bench_peers_refuses_before_ranks_start(args: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "peers", *args]) == 2
+    assert capsys.readouterr().err.startswith(f"phalanx: {told}")
 
 
 def test_unknown_command_offers_the_closest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,7 +212,7 @@ def executor(
     def local(parameter: Parameter) -> Tensor:
         return shard(values[parameter.name], parameter.spec, world.mesh, world.rank)
 
-    parameters = Parameters(made, world, schedule.coordinates, local, groups(config, made))
+    parameters = Parameters(made, world, schedule.places, local, groups(config, made))
     return Executor(made, schedule, world, parameters, Optimizer(config, parameters), max_norm=max_norm)
 
 

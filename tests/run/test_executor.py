@@ -92,7 +92,7 @@ def test_split_backward_equals_one_process(late: bool) -> None:
 
 
 def separated(schedule: Schedule, made: hand_made.Program, *, late: bool) -> Schedule:
-    values = Values.of(from_program(made), schedule.coordinates, schedule.microbatches)
+    values = Values.of(from_program(made), schedule.chains, schedule.microbatches)
     ranks = []
     for at, actions in enumerate(schedule.ranks):
         bare: list[Action] = []
@@ -140,7 +140,7 @@ def test_frozen_parameters_stay_and_have_no_accumulator() -> None:
     def steps(executor: Executor) -> tuple[float, dict[str, Tensor]]:
         out = executor.step(hand_made.batch())
         frozen, _ = executor.parameters.places[name]
-        assert not frozen.trainable and frozen.gradients == {}
+        assert not frozen.trainable and not hasattr(frozen, "gradient")
         return out.grad_norm, executor.parameters.state_dict()
 
     norm, state = hand_made.on_every_rank(made, steps, OPTIMIZER)[0]
@@ -155,7 +155,8 @@ def test_a_parameter_without_gradient_counts_as_zero() -> None:
     """Nothing differentiates `unused`: its accumulator must not keep what the memory held, and momentum must decay."""
 
     def steps(executor: Executor) -> Tensor:
-        executor.parameters.local_gradient("blocks.0.unused").fill_(7.0)
+        unit, place = executor.parameters.places["blocks.0.unused"]
+        place.of(unit.gradient.data).fill_(7.0)
         executor.step(hand_made.batch())
         return executor.parameters.state_dict()["blocks.0.unused"]
 

@@ -30,7 +30,8 @@ def updated(config: Config, *, fused: bool, dtype: torch.dtype = torch.float64) 
         executor.optimizer._fused = fused
         for step in range(STEPS):
             for name, gradient in fixed_gradients(step).items():
-                executor.parameters.local_gradient(name).copy_(gradient)
+                unit, place = executor.parameters.places[name]
+                place.of(unit.gradient.data).copy_(gradient)
             executor.optimizer.update()
         return executor.parameters.state_dict(), executor.optimizer.state_dict()
 

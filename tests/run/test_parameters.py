@@ -33,11 +33,12 @@ def test_each_segment_is_reduced_in_one_call() -> None:
         assert calls == 4 + 2
 
 
-def test_parameters_are_aligned_views_of_one_buffer() -> None:
+def test_parameters_are_aligned_views_of_one_buffer_a_segment() -> None:
     def look(executor: Executor) -> None:
-        (flat,) = executor.parameters.flats
         for name, view in executor.parameters.views.items():
-            assert view.untyped_storage().data_ptr() == flat.values.untyped_storage().data_ptr(), name
+            unit, place = executor.parameters.places[name]
+            assert unit.segment == place.hosts[0]
+            assert view.untyped_storage().data_ptr() == unit.values.untyped_storage().data_ptr(), name
             assert view.storage_offset() * view.itemsize % 64 == 0 and view.is_contiguous()
 
     hand_made.on_every_rank(hand_made.program(Mesh(), 1), look, SGD())

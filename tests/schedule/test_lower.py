@@ -126,7 +126,7 @@ def test_stages_on_one_rank_hand_over_without_a_message() -> None:
 
 def test_tied_on_one_rank_is_summed_once_after_its_last_host() -> None:
     view = toy(1, blocks=1, dp=2, tied=True)
-    found = reductions(view, (0, 0, 0))
+    found = reductions(view, ((0,),) * 3)
     assert [part.parameters for part in found[0].parts] == [("embed", "w0")]
     assert [part.parameters for part in found[2].parts] == [("w2",)]
     assert found[0].after == (0, 2) and not found[0].tied
@@ -134,7 +134,7 @@ def test_tied_on_one_rank_is_summed_once_after_its_last_host() -> None:
 
 def test_tied_over_stages_is_summed_over_axes_then_hosts() -> None:
     view = toy(3, dp=2, tied=True)
-    found = reductions(view, (0, 0, 1, 2, 2))
+    found = reductions(view, ((0,), (0,), (1,), (2,), (2,)))
     for k in (0, 4):
         own, tied, hosts = found[k].parts
         assert (own.axes, own.parameters) == (("dp",), (f"w{k}",))
@@ -153,7 +153,7 @@ def test_tied_sets_that_meet_in_one_reduce_share_one_everywhere() -> None:
         replace(segment, weights=tuple(Weight(name, 4, ("dp",)) for name in extra[k]))
         for k, segment in enumerate(view.segments)
     )
-    found = reductions(replace(view, segments=segments), (0, 0, 1, 1))
+    found = reductions(replace(view, segments=segments), ((0,), (0,), (1,), (1,)))
     # Segment 2 has both sums, so segment 0 takes y over from segment 1, once REDUCE1 has summed it over dp.
     assert [part.parameters for part in found[0].tied] == [("x",), ("y",)] == [part.parameters for part in found[2].tied]
     assert found[0].earlier == (1,) and found[0].after == (0, 1) and not found[1].tied
@@ -220,7 +220,7 @@ def test_view_of_a_program() -> None:
     assert [m.name for m in block.outputs] == ["h"] == [m.name for m in head.inputs]  # the mask that nobody reads stays
     assert embed.inputs == () and head.outputs == () and head.output_grads == ()
     # Gradients accumulate in float32: 128/4 x 64 elements of 4 bytes.
-    assert embed.weights == (Weight("embed", 8192, ("dp",), "bfloat16"),)
+    assert embed.weights == (Weight("embed", 8192, ("dp",), "bfloat16", itemsize=2),)
     assert block.weights == (Weight("norm", 256, ("dp", "tp"), "float32"),)
     assert view.hosts("embed") == (0, 2) and view.batch_axes == ("dp",)
     assert embed.param_bytes == 32 * 64 * 2

@@ -14,7 +14,7 @@ from phalanx.schedule.check import ScheduleError, check
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, Link, simulate
 from phalanx.schedule.values import Values, link
-from phalanx.schedule.view import View
+from phalanx.schedule.view import Gathered, View
 
 from .test_check import gathered, late_receives, mutate, split, variants
 from .toys import toy
@@ -128,7 +128,9 @@ def test_every_idle_moment_has_a_reason() -> None:
 
 def test_a_gather_that_comes_late_is_waiting() -> None:
     view = toy(1, blocks=2, dp=2)
-    view = replace(view, segments=tuple(replace(segment, param_bytes=200) for segment in view.segments))
+    view = replace(
+        view, segments=tuple(replace(segment, gathers=(Gathered((segment.name,), 200, ("dp",)),)) for segment in view.segments)
+    )
     schedule = gathered(build(view, "1f1b", 1, 1), view)
     costs = Costs(Costs.units(view).seconds, {"net": Link(0, 100)}, {"gather": "net"})
     found = account(schedule, view, simulate(schedule, view, costs))
@@ -143,7 +145,7 @@ def test_a_gather_that_comes_late_is_waiting() -> None:
     for k in range(4):
         free = next(a for a in schedule.ranks[0] if a.kind == "FREE" and a.segment == k)
         ahead.insert(next(i for i, a in enumerate(ahead) if str(a) == f"B{k}.0") + 1, free)
-    prefetched = replace(schedule, ranks=(link(Values.of(view, schedule.coordinates, 1), 0, ahead),))
+    prefetched = replace(schedule, ranks=(link(Values.of(view, schedule.chains, 1), 0, ahead),))
     check(prefetched, view)
     # Gathered ahead, all but the first hide behind the forward before them, and nothing is gathered twice.
     assert account(prefetched, view, simulate(prefetched, view, costs)).span_seconds == 1 + 12

@@ -52,7 +52,7 @@ def idle_executor(segments: int, microbatches: int, pp: int) -> Executor:
     world = World(mesh, 0, DryTransport(0, pp))
     schedule = build(from_program(program), "1f1b", pp, microbatches)
     parameters = Parameters(
-        program, world, schedule.coordinates, lambda p: torch.ones(p.shape), dict.fromkeys(program.parameters, 0.0)
+        program, world, schedule.places, lambda p: torch.ones(p.shape), dict.fromkeys(program.parameters, 0.0)
     )
     return Executor(program, schedule, world, parameters, Optimizer(AdamW(), parameters))
 

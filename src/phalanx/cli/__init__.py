@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "Train a model on a mesh; starts the local ranks itself.",
     "verify": "Compare a model on a mesh with the same model in one plain PyTorch process.",
     "explain": "Say what every rank computes, exchanges and keeps, before any run.",
+    "schedule": "Draw a pipeline schedule and say what it costs, or show a step that was recorded.",
     "run": "Run your own script on several local ranks.",
     "show": "Show a collective on small tensors: before, after, and who sent what to whom.",
     "bench": "Measure: collectives, or this machine's hardware.",

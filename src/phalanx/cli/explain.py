@@ -32,6 +32,9 @@ class Explained(TrainConfig):
     watch: Unused[bool | None] = None
     profile: Unused[Path | None] = None
     held_out: Unused[int] = 0
+    trace: Unused[int | None] = None
+    compile: Unused[bool] = False
+    reduce_dtype: Unused[Literal["bfloat16"] | None] = None
     out: Unused[Path | None] = None
 
 
@@ -63,8 +66,8 @@ def main(args: list[str]) -> int:
     model = build_model(config.model, config.dtype, dropout=config.dropout)
     config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
     program = derived_program(config, model, deferred_init(model.factory))
-    view = from_program(program)
-    schedule = build(view, config.schedule, view.pp, config.microbatches)
+    view = from_program(program, config.storage())
+    schedule = build(view, config.schedule, view.pp, config.microbatches, config.chunks)
     report = check(schedule, view)
     explanation = explain(program, schedule)
     if options.json:
@@ -88,12 +91,19 @@ def stages(program: Program, schedule: Schedule, report: Report) -> list[str]:
     """What a rank at each pipeline coordinate holds and does in one step."""
     lines = [f"schedule {schedule.name}, proved free of deadlock; one rank at each pipeline coordinate:"]
     for at, actions in enumerate(schedule.ranks):
-        hosted = [k for stage, where in zip(schedule.stages, schedule.host, strict=True) if where == at for k in stage]
+        hosted = [k for k, places in enumerate(schedule.places) if at in places]
         segments = [program.segments[k] for k in hosted]
+        runs = [
+            [program.segments[k].name for k in stage]
+            for stage, where in zip(schedule.stages, schedule.host, strict=True)
+            if where == at
+        ]
+        where = " and ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
         names = dict.fromkeys(name for segment in segments for name in segment.params)
-        flops = sum(s.cls.graphs.flops["F"] + s.cls.graphs.flops["B"] for s in segments if s.cls.graphs) * program.microbatches
+        each = sum(s.cls.graphs.flops["F"] + s.cls.graphs.flops["B"] for s in segments if s.cls.graphs)
+        flops = each * program.microbatches / schedule.copies
         lines.append(
-            f"  pp {at}: {segments[0].name} to {segments[-1].name}, {sum(numel(program, names, local=True)):,} parameters, "
+            f"  pp {at}: {where}, {sum(numel(program, names, local=True)):,} parameters, "
             f"{flops / 1e12:.3g} TFLOP a step, keeps at most {bytes_text(report.peak_saved_bytes[at])} for the backward, "
             f"{len(actions)} actions"
         )

@@ -36,12 +36,10 @@ def main(args: list[str]) -> int:
     check_name(config.model)
     started = launch_from(os.environ)
     if mesh.size > 1 and started is None:
-        from phalanx.schedule.pipeline import compute_order
         from phalanx.train.data import byte_tokens
         from phalanx.train.launch import launch, rank_command
 
         # What needs no model is refused here, at once, rather than by every rank after it has started.
-        compute_order(config.schedule, 1, 1)
         if config.data is not None:
             byte_tokens(config.data)
         if config.profile is not None:

@@ -25,6 +25,7 @@ class Verified(TrainConfig):
     watch: Unused[bool | None] = None
     profile: Unused[Path | None] = None
     held_out: Unused[int] = 0
+    trace: Unused[int | None] = None
     out: Unused[Path | None] = None
 
 

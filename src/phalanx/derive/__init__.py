@@ -19,11 +19,13 @@ from phalanx.derive.coupling import refuse_coupling, samples
 from phalanx.derive.hints import hints_by_node, hints_within
 from phalanx.derive.lower import lower
 from phalanx.derive.names import Layout, Placements, compile_names
+from phalanx.derive.precision import Precision
 from phalanx.derive.program import Captured, Origin, Parameter, Piece, Program, Segment, SegmentClass, Source, Value
+from phalanx.derive.recompute import Choice, Recompute, choices
 from phalanx.derive.split import split
 from phalanx.mesh import Mesh
 
-__all__ = ["Layout", "Program", "capture", "derive", "derive_captured", "derive_placed"]
+__all__ = ["Layout", "Program", "Recompute", "capture", "derive", "derive_captured", "derive_placed"]
 
 
 def derive(
@@ -39,27 +41,34 @@ def derive(
     train: bool = True,
     device: torch.device | str = "cpu",
     prepare: Prepare | None = None,
-    recompute: Literal["none", "full"] = "none",
+    recompute: Recompute = "none",
     batch_coupling: Literal["microbatch"] | None = None,
+    precision: Precision | None = None,
 ) -> Program:
     """The Program of one training step of `model` on `mesh`.
 
-    example is the global step batch. names and layout are described in `derive.names`, loss and prepare in `derive.capture`.
+    example is the global step batch. names and layout are described in `derive.names`, loss and prepare in `derive.capture`,
+    precision in `derive.precision`, recompute in `derive.recompute`.
     What mixes samples is computed over the whole batch; with several microbatches that is refused, unless batch_coupling says
     that each microbatch is to be mixed alone. A small real model is run once on `example`, if it holds valid values, to see that the
     captured graph computes what the module does.
     Raises ValueError for everything that is wrong with them, before anything is computed.
     """
-    captured = capture(model, example, loss, microbatch_of=microbatches, blocks=blocks, train=train, prepare=prepare)
+
+    def traced(microbatch_of: int) -> Captured:
+        return capture(
+            model, example, loss, microbatch_of=microbatch_of, blocks=blocks, train=train, prepare=prepare, precision=precision
+        )
+
+    captured = traced(microbatches)
     if microbatches > 1 and batch_coupling is None:
         # of a microbatch of one sample nothing can be told, so the whole batch is looked at
-        whole = (
-            captured if samples(captured) > 1 else capture(model, example, loss, blocks=blocks, train=train, prepare=prepare)
-        )
-        refuse_coupling(whole, microbatches)
+        refuse_coupling(captured if samples(captured) > 1 else traced(1), microbatches)
     if is_checkable(model, captured, example):
         alone = batch_coupling == "microbatch"
-        check_capture(model, captured, example, loss, microbatch_of=microbatches, train=train, first_only=alone)
+        check_capture(
+            model, captured, example, loss, microbatch_of=microbatches, train=train, first_only=alone, precision=precision
+        )
     return derive_captured(
         captured, mesh, names=names, layout=layout, microbatches=microbatches, device=device, recompute=recompute
     )
@@ -73,7 +82,7 @@ def derive_captured(
     layout: Layout | None = None,
     microbatches: int = 1,
     device: torch.device | str = "cpu",
-    recompute: Literal["none", "full"] = "none",
+    recompute: Recompute = "none",
     graphs: bool = True,
 ) -> Program:
     """The Program of an already captured model. With `graphs=False` the classes are lowered but not traced."""
@@ -88,11 +97,12 @@ def derive_placed(
     *,
     microbatches: int = 1,
     device: torch.device | str = "cpu",
-    recompute: Literal["none", "full"] = "none",
+    recompute: Recompute = "none",
     graphs: bool = True,
 ) -> Program:
     """The Program of a captured model whose parameters, batch entries and module outputs have Specs: any that divide are legal."""
-    deriving = _Deriving(captured, mesh, placed, torch.device(device), recompute if graphs else None)
+    chosen = choices(recompute, [piece.name for piece in captured.pieces])
+    deriving = _Deriving(captured, mesh, placed, torch.device(device), chosen if graphs else None)
     tables = deriving.segment(captured.tables, -1) if captured.tables is not None else None
     segments = tuple(deriving.segment(piece, index) for index, piece in enumerate(captured.pieces))
     count = deriving.segment(captured.count, -1, keep_partial=True)
@@ -114,7 +124,7 @@ class _Deriving:
         mesh: Mesh,
         placed: Placements,
         device: torch.device,
-        recompute: Literal["none", "full"] | None,
+        recompute: Mapping[str, Choice] | None,
     ) -> None:
         self.captured, self.mesh, self.placed, self.device, self.recompute = captured, mesh, placed, device, recompute
         self.values: dict[tuple[str, str], Value] = {("batch", key): value for key, value in placed.batch.items()}
@@ -136,13 +146,15 @@ class _Deriving:
         anonymous = tuple(replace(value, name=str(at)) for at, value in enumerate((*params, *buffers, *inputs)))
         exits = hints_by_node(piece.graph.graph, hints)
         declared = tuple((at, exits[node]) for at, node in enumerate(piece.graph.graph.nodes) if node in exits)
-        key = (piece.key, anonymous, declared, keep_partial)
+        # tables and count have no backward
+        choice = None if self.recompute is None else self.recompute.get(piece.name, "none")
+        key = (piece.key, anonymous, declared, keep_partial, choice)
         if key not in self.classes:
             lowered = lower(piece, self.mesh, params, buffers, inputs, hints, keep_partial=keep_partial, device=self.device)
-            if self.recompute is not None:
+            if choice is not None:
                 graphs = split(
                     lowered.lowered, lowered.params, lowered.buffers, lowered.inputs, lowered.outputs, self.mesh, self.device,
-                    recompute=self.recompute, accumulate=True,
+                    recompute=choice, accumulate=True, segment=piece.name,
                 )  # fmt: skip
                 lowered = replace(lowered, graphs=graphs)
             self.classes[key] = lowered

@@ -20,10 +20,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 
+from phalanx.derive import precision as widths
 from phalanx.derive import reject
 from phalanx.derive.bounds import index_bounds
 from phalanx.derive.canonical import canonicalise, is_random
 from phalanx.derive.loss import loss_tensors, sum_and_count
+from phalanx.derive.precision import Precision
 from phalanx.derive.program import Captured, Parameter
 from phalanx.derive.segment import run_pieces, segment
 from phalanx.spec import Spec
@@ -43,6 +45,7 @@ def capture(
     blocks: str | None = None,
     train: bool = True,
     prepare: Prepare | None = None,
+    precision: Precision | None = None,
 ) -> Captured:
     """Trace `module` and `loss` on one microbatch of the global step batch `example` and cut the graph into pieces.
 
@@ -52,21 +55,25 @@ def capture(
     blocks         patterns of the modules to cut at, as in "model.layers.*"; found if None
     train          capture in training or evaluation mode; submodules keep their own flags if the module is in that mode already
     prepare        a context to trace in, called with the module and the example, for what a model family needs
+    precision      dtype to compute in if it is not the module's own, see `derive.precision`
 
     Raises ValueError, with the user's line where there is one, for what a static graph with exact gradients cannot express.
     """
+    compute = widths.compute_dtype(precision)
+    if compute is not None:
+        widths.check_widths(module, compute)
     lost = reject.hook_warnings(module)
     _check_microbatches(example, microbatch_of)
     shapes = {name: _microbatch_shape(name, value, microbatch_of) for name, value in example.items()}
     names = _first_names(module)
     context = prepare(module, example) if prepare is not None else contextlib.nullcontext()
-    with _stand_ins(module, names) as fake, context:
+    with _stand_ins(module, names, compute) as fake, context:
         if module.training != train:
             module.train(train)
         device = _device(module)
         with fake:
             batch = {name: torch.empty(shapes[name], dtype=value.dtype, device=device) for name, value in example.items()}
-        step = _Step(module, loss, _arguments(module, example))
+        step = _Step(module, loss, _arguments(module, example), compute)
         changed: list[str] = []
         step.observe_changes = changed.extend
         exported, printed = _export(step, batch, fake)
@@ -74,6 +81,7 @@ def capture(
     _annotate(exported, module, names, list(example))
     canonicalise(graph, regions)
     sum_and_count(graph)
+    widths.check_graph(graph, compute)
     cut = segment(graph, blocks)
     lost += dict.fromkeys(changed)
     if printed:
@@ -85,7 +93,7 @@ def capture(
         tables=cut.tables,
         tables_read_batch=cut.tables_read_batch,
         count=cut.count,
-        parameters=_described(module.named_parameters(remove_duplicate=False), names),
+        parameters=_described(module.named_parameters(remove_duplicate=False), names, compute),
         buffers=_described(module.named_buffers(remove_duplicate=False), names),
         batch={name: (shapes[name], value.dtype) for name, value in example.items() if name in read},
         warnings=tuple(lost),
@@ -117,6 +125,7 @@ def check_capture(
     microbatch_of: int = 1,
     train: bool = True,
     first_only: bool = False,
+    precision: Precision | None = None,
 ) -> float:
     """Compare loss and gradients of the composed pieces, over all microbatches of `example`, with the eager module on the whole.
 
@@ -125,22 +134,23 @@ def check_capture(
     tensor that differs by more than 1e-3 of its largest element (5e-2 if a parameter is narrower than float32): rounding stays far
     below, a wrong graph does not, nor does a number that was taken from the size of a microbatch.
     """
-    parameters = dict(module.named_parameters())
+    compute = widths.compute_dtype(precision)
+    parameters = widths.twin(module, compute)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     narrow = any(p.is_floating_point() and p.element_size() < 4 for p in parameters.values())
     limit = 5e-2 if narrow else 1e-3
     rows = {name: _microbatch_shape(name, value, microbatch_of)[0] for name, value in example.items()}
     drawn = any(is_random(node) for piece in captured.pieces for node in piece.graph.graph.nodes)
     compared = 1 if drawn or first_only else microbatch_of
-    batch = {name: value[: rows[name] * compared] for name, value in example.items()}
-    step = _Step(module, loss, _arguments(module, example))
     device = next(iter(parameters.values())).device
+    batch = {name: value[: rows[name] * compared].to(device) for name, value in example.items()}
+    step = _Step(module, loss, _arguments(module, example), compute)
     accelerators = [device] if device.type == "cuda" else []
     with _flags(module), torch.random.fork_rng(accelerators), torch.enable_grad():
         if module.training != train:
             module.train(train)
         torch.manual_seed(0)
-        parts = step(batch)
+        parts = step(batch) if compute is None else _with_parameters(step, parameters, batch)
         expected = parts[0] if len(parts) == 1 else parts[0] / parts[1]
         if not math.isfinite(expected.detach()):
             return math.nan
@@ -175,10 +185,11 @@ def check_capture(
 class _Step(nn.Module):
     """Forward and loss as one function of the batch: returns (sum, count), or (mean,)."""
 
-    def __init__(self, module: nn.Module, loss: Loss | None, arguments: Arguments) -> None:
+    def __init__(self, module: nn.Module, loss: Loss | None, arguments: Arguments, compute: torch.dtype | None = None) -> None:
         super().__init__()
         self.module = module
         self.positional, self.keywords, self.fixed = arguments
+        self.compute = compute
         self.loss = (loss,)  # in a tuple: a loss that is a module is not a part of the model
         self.observe: Callable[[tuple[Tensor, ...]], None] = lambda tensors: None
         self.observe_changes: Callable[[list[str]], None] = lambda sentences: None
@@ -186,10 +197,14 @@ class _Step(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         attributes = reject.Attributes(self.module)
-        outputs = self.module(*(batch[n] for n in self.positional), **{n: batch[n] for n in self.keywords}, **self.fixed)
-        self.observe_changes(attributes.changed())
         (loss,) = self.loss
-        tensors = loss_tensors(outputs if loss is None else loss(outputs, dict(batch)), explicit=loss is not None)
+        entries = [batch[n] for n in self.positional], {n: batch[n] for n in self.keywords} | self.fixed
+        with widths.computing(self.compute):
+            outputs = widths.call(self.module, *entries, self.compute)
+            self.observe_changes(attributes.changed())
+            if loss is not None:
+                outputs = loss(widths.widened(outputs, self.compute), dict(batch))
+        tensors = loss_tensors(outputs, explicit=loss is not None)
         self.observe(tensors)
         return tensors
 
@@ -284,19 +299,29 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def _described(named: Iterator[tuple[str, Tensor]], names: Mapping[str, str]) -> dict[str, Parameter]:
+def _described(
+    named: Iterator[tuple[str, Tensor]], names: Mapping[str, str], compute: torch.dtype | None = None
+) -> dict[str, Parameter]:
     """Parameters or buffers by first name."""
     found: dict[str, Parameter] = {}
     for name, tensor in named:
         if names[name] == name:
             aliases = tuple(other for other, first in names.items() if first == name and other != name)
             spec = Spec.replicated(tensor.dim())
-            found[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, spec, aliases, tensor.requires_grad)
+            dtype = widths.narrowed(tensor, compute)
+            stored = tensor.dtype if tensor.dtype != dtype else None
+            found[name] = Parameter(name, tuple(tensor.shape), dtype, spec, aliases, tensor.requires_grad, stored)
     return found
 
 
 def _device(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def _with_parameters(step: _Step, parameters: Mapping[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    named = {f"module.{name}": parameter for name, parameter in parameters.items()}
+    result: tuple[Tensor, ...] = torch.func.functional_call(step, named, (batch,))
+    return result
 
 
 @contextlib.contextmanager
@@ -311,11 +336,11 @@ def _flags(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stand_ins(module: nn.Module, names: Mapping[str, str]) -> Iterator[FakeTensorMode]:
+def _stand_ins(module: nn.Module, names: Mapping[str, str], compute: torch.dtype | None = None) -> Iterator[FakeTensorMode]:
     """Put memoryless tensors in the place of all parameters and buffers; on leaving, every attribute is as it was.
 
-    They pretend to be on the device of the real ones, and on the CPU if those are meta, so that they mix with the constants
-    that a forward makes.
+    Floating parameters have the dtype `compute`, unless that is None. All pretend to be on the device of the real ones, and on the
+    CPU if those are meta, so that they mix with the constants that a forward makes.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     before = [(child, dict(child.__dict__), [dict(part) for part in _registered(child)]) for child in module.modules()]
@@ -327,7 +352,7 @@ def _stand_ins(module: nn.Module, names: Mapping[str, str]) -> Iterator[FakeTens
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         if id(tensor) not in made:
-                            made[id(tensor)] = _stand_in(tensor, fake)
+                            made[id(tensor)] = _stand_in(tensor, fake, compute)
                         tensors[name] = made[id(tensor)]
             for name, value in child.__dict__.items():
                 if isinstance(value, Tensor) and value.is_meta:
@@ -351,10 +376,11 @@ def _registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict
     return module._parameters, module._buffers, module._modules
 
 
-def _stand_in(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+def _stand_in(tensor: Tensor, fake: FakeTensorMode, compute: torch.dtype | None) -> Tensor:
     device = torch.device("cpu") if tensor.is_meta else tensor.device
+    dtype = widths.narrowed(tensor, compute) if isinstance(tensor, nn.Parameter) else tensor.dtype
     with fake:
-        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

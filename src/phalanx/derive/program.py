@@ -59,6 +59,8 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     """Other names of the same tensor (tied weights)."""
     trainable: bool = True
+    stored: torch.dtype | None = None
+    """Dtype of the values that the user gives and gets back, if they are computed with in another; None is `dtype`."""
 
 
 @dataclass(frozen=True)

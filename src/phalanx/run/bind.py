@@ -24,8 +24,6 @@ from phalanx.run.parameters import Parameters
 from phalanx.schedule.actions import Action
 
 Key = tuple[Hashable, ...]
-FORWARD = frozenset({"COUNT", "F", "SEND_F", "RECV_F"})
-"""What is left of a list when nothing is trained. A part of an order without deadlock has none either."""
 
 
 class Bound:
@@ -33,7 +31,7 @@ class Bound:
 
     tables    values of the Program's table graph, unless it reads the batch
     others    what NORM and OPT do
-    training  False binds the forward actions only, with the graphs that save nothing
+    training  False binds a list of forward actions, with the graphs that save nothing
     seed      of dropout
     watch     values that are kept for `watched`; `program` is then the one that outputs them
     """
@@ -120,9 +118,16 @@ class Bound:
             self._step,
             self._slot(("number", microbatch), fixed=microbatch),
             self._slot(("number", salt), fixed=salt),
-            *(self._slot(("parameter", name), fixed=self.parameters.views[name]) for name in segment.params),
+            *(self._parameter(name) for name in segment.params),
             *(self._slot(("buffer", name), fixed=self.parameters.buffers[name]) for name in segment.buffers),
         ]
+
+    def _parameter(self, name: str) -> int:
+        """Slot of a whole parameter: filled once and for all if it is stored so, else by GATHER."""
+        unit, place = self.parameters.places[name]
+        if unit.sliced:
+            return self._slot(("parameter", name), fixed=None)
+        return self._slot(("parameter", name), fixed=place.of(unit.values))
 
     def _inputs(self, segment: Segment, microbatch: int) -> list[int]:
         ids = []
@@ -155,8 +160,6 @@ class Bound:
         position: dict[int, int] = {}  # from the index of an action in the list to its node
         tabled: set[int] = set()
         for index, action in enumerate(actions):
-            if not self.training and action.kind not in FORWARD:
-                continue
             j = action.microbatch if action.microbatch is not None else 0
             if action.kind == "F" and self.program.tables_read_batch and j not in tabled:
                 tabled.add(j)
@@ -178,11 +181,13 @@ class Bound:
             return Node(action, lambda node: operations.count(self.machine, counter, reads, self._count))
         if action.kind in self._others:
             return Node(action, lambda node: self._others[action.kind])
-        if action.segment is None or action.kind in ("GATHER", "FREE"):
-            raise ValueError(
-                f"this schedule has {action}, but the executor gathers no parameters: a rank stores its shards whole"
-            )
+        assert action.segment is not None, f"{action} has no segment"
         segment = self.program.segments[action.segment]
+        if action.kind in ("GATHER", "FREE"):
+            make = operations.gather if action.kind == "GATHER" else operations.free
+            sliced = [name for name in segment.params if self.parameters.places[name][0].sliced]
+            ids = {name: self._parameter(name) for name in sliced}
+            return Node(action, partial(make, self.machine, ids=ids))
         if action.kind in ("F", "B", "I", "W"):
             return self._compute(action, segment, j)
         if action.kind == "REDUCE":
@@ -261,7 +266,7 @@ class Bound:
         waited: set[int] = set()
         for n, node in enumerate(nodes):
             node.dead = sorted({i for i in node.reads if i not in self._fixed and reader[i] == n})
-            wanted = {writer[i] for i in node.reads if i in writer} | {m for m in node.needs if nodes[m].is_message}
+            wanted = {writer[i] for i in node.reads if i in writer} | {m for m in node.needs if nodes[m].is_awaited}
             node.waits = sorted(wanted - waited)
             waited |= wanted
             if node.action.kind.startswith("RECV"):

@@ -22,11 +22,14 @@ from phalanx.run.batch import microbatches
 from phalanx.run.bind import Bound, tables
 from phalanx.run.clock import Clock, Mark
 from phalanx.run.gather import from_stage, gather
+from phalanx.run.layout import contributes
 from phalanx.run.non_finite import exits, first_in_forward
 from phalanx.run.optimizer import Optimizer
 from phalanx.run.origin import graph_origin
-from phalanx.run.parameters import Parameters, contributes
+from phalanx.run.parameters import Parameters
 from phalanx.schedule.actions import Action, Schedule
+from phalanx.schedule.lower import forward_only
+from phalanx.schedule.view import from_program
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,9 @@ class Executor:
             raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
         self.program, self.schedule, self.world = program, schedule, world
         self.parameters, self.optimizer, self.max_norm = parameters, optimizer, max_norm
-        self.actions = schedule.ranks[world.coordinates.get("pp", 0)]
+        at = world.coordinates.get("pp", 0)
+        self.actions = schedule.ranks[at]
+        self._forward_actions = forward_only(schedule, from_program(program, schedule.storage)).ranks[at]
         self._seed = seed
         self.record = False
         """Whether steps append to `events`."""
@@ -132,9 +137,9 @@ class Executor:
         bound = self._run_forward(batch, local, watched, watched.program)
         found = []
         for exit in watched.exits:
-            value, stage = exit.value, 0 if exit.segment is None else self.parameters.placement[exit.segment]
-            parts = []
+            value, parts = exit.value, []
             for j in range(self.program.microbatches if exit.by_microbatch else 1):
+                stage = 0 if exit.segment is None else self.schedule.at(exit.segment, j)
                 mine = bound.watched(exit, j)
                 part = None if mine is None else gather(mine, value.spec, self.world)
                 parts.append(from_stage(part, value.shape, value.dtype, stage, self.world))
@@ -209,15 +214,16 @@ class Executor:
     def _bind(self, program: Program, *, training: bool, watched: Watched | None = None) -> Bound:
         others = {"NORM": self._norm, "OPT": self._opt}
         made = self._tables if program is self.program else tables(program, self.world, self.parameters)
+        actions = self.actions if training else self._forward_actions
         return Bound(
-            program, self.actions, self.world, self.parameters, training=training, tables=made, others=others,
+            program, actions, self.world, self.parameters, training=training, tables=made, others=others,
             watch=() if watched is None else watched.exits, seed=self._seed,
         )  # fmt: skip
 
     def _origin_of_a_broken_loss(self) -> str | None:
         """The forward of the last step once more, keeping what crosses the cuts."""
         bound = Bound(
-            self.program, self.actions, self.world, self.parameters,
+            self.program, self._forward_actions, self.world, self.parameters,
             training=False, tables=self._tables, watch=exits(self.program), seed=self._seed,
         )  # fmt: skip
         bound.start(self._step, self._parts)
@@ -256,10 +262,7 @@ class Executor:
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Global gradients of the last step on every rank, by first name, before clipping. Collective."""
-        parameters = self.parameters
-        return parameters.collect(
-            parameters.trained, lambda name: parameters.local_gradient(name) / self._scale, parameters.accumulator_of
-        )
+        return {name: gradient / self._scale for name, gradient in self.parameters.gradients().items()}
 
     def _loss(self, bound: Bound) -> Tensor:
         """Sum over the microbatches of the loss sum, on the ranks that contribute it; zero elsewhere."""

@@ -25,7 +25,7 @@ def first_in_forward(bound: Bound, parameters: Parameters, batch: Sequence[Mappi
     Parameters and the batch come before what is computed from them. The same on every rank. `batch` has this rank's microbatches.
     """
     program = bound.program
-    weights = {**parameters.buffers, **parameters.views}
+    weights = parameters.held()
     found: list[tuple[str, list[Tensor]]] = [
         (f"the {kind} {name}", [weights[name]] if name in weights else [])
         for kind, names in (("parameter", program.parameters), ("buffer", program.buffers))

@@ -52,8 +52,9 @@ class Node:
     """True if some node waits for this one's messages by name."""
 
     @property
-    def is_message(self) -> bool:
-        return self.action.kind.startswith(("SEND", "RECV"))
+    def is_awaited(self) -> bool:
+        """True of what later nodes wait for by name; all sums of a step are waited for at NORM."""
+        return self.action.kind.startswith(("SEND", "RECV", "GATHER"))
 
 
 class Machine:
@@ -144,14 +145,14 @@ def forward(machine: Machine, node: Node, graphs: Graphs, saved: int | None) -> 
 def backward(machine: Machine, node: Node, graphs: Graphs, saved: int, grads: Sequence[int]) -> Operation:
     """B; parameter gradients go to their accumulators, written by the graph itself where it can."""
     writes, store, parameters, k = node.writes, machine.store, machine.parameters, _segment(node)
-    arguments_of, accumulators = _backward_arguments(machine, node, saved, grads), parameters.accumulators(k)
-    if graphs.BA is not None and accumulators is not None:
+    arguments_of = _backward_arguments(machine, node, saved, grads)
+    if graphs.BA is not None and parameters.writes_in_place(k):
         compute_in_place = callable_of(graphs.BA)
 
         def run_in_place() -> None:
             arguments = arguments_of()
             arguments.append(parameters.fresh(k))
-            arguments += accumulators
+            arguments += parameters.accumulators(k)
             store(writes, compute_in_place(arguments))
 
         return run_in_place
@@ -183,8 +184,7 @@ def input_gradient(
 def weight_gradient(machine: Machine, node: Node, graphs: Graphs, fixed: Sequence[int], kept: int, pending: int) -> Operation:
     """W."""
     slots, dead, parameters, k = machine.slots, node.dead, machine.parameters, _segment(node)
-    read, accumulators = operator.itemgetter(*fixed), parameters.accumulators(k)
-    in_place = graphs.WA is not None and accumulators is not None
+    read, in_place = operator.itemgetter(*fixed), graphs.WA is not None and parameters.writes_in_place(k)
     compute = callable_of(graphs.WA if in_place else graphs.W)
 
     def run() -> None:
@@ -195,7 +195,7 @@ def weight_gradient(machine: Machine, node: Node, graphs: Graphs, fixed: Sequenc
             slots[i] = None
         if in_place:
             arguments.append(parameters.fresh(k))
-            arguments += accumulators or ()
+            arguments += parameters.accumulators(k)
             compute(arguments)
         else:
             parameters.accumulate(k, compute(arguments))
@@ -217,6 +217,35 @@ def _backward_arguments(machine: Machine, node: Node, saved: int, grads: Sequenc
         return arguments
 
     return arguments_of
+
+
+# Parameters
+
+
+def gather(machine: Machine, node: Node, ids: dict[str, int]) -> Operation:
+    """GATHER: whole parameters to the slots of their names."""
+    slots, parameters, k = machine.slots, machine.parameters, _segment(node)
+
+    def run() -> list[Handle]:
+        handles = parameters.gather(k)
+        for name, i in ids.items():
+            slots[i] = parameters.views[name]
+        machine.flying[node.number] = handles, []
+        return handles
+
+    return run
+
+
+def free(machine: Machine, node: Node, ids: dict[str, int]) -> Operation:
+    """FREE: what no other segment of this rank still holds."""
+    slots, parameters, k = machine.slots, machine.parameters, _segment(node)
+
+    def run() -> None:
+        parameters.free(k)
+        for name, i in ids.items():
+            slots[i] = parameters.views.get(name)
+
+    return run
 
 
 # Messages

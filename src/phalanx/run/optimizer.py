@@ -1,7 +1,7 @@
 """Optimizers over flat storage: a configuration that says what is wanted, and one object that applies it in few fused calls.
 
-Every rank updates the shards that it holds; no communication happens here. Parameters narrower than their gradients' dtype
-are updated through a master copy in that dtype.
+Every rank updates what it stores; no communication happens here. Parameters narrower than their gradients' dtype are updated
+through a master copy in that dtype.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from phalanx.derive.program import Parameter, Program
-from phalanx.run.flat import Flat, Span
+from phalanx.run.flat import Range, Unit
 from phalanx.run.parameters import Parameters
 
 Rate = Callable[[int], float]
 """Step, from 0, to a factor on the learning rate."""
+Groups = Mapping[str, Mapping[str, float]]
+"""Pattern of parameters to the options in which they differ from the others."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,11 @@ class AdamW:
     no_decay: tuple[str, ...] | None = None
     """Patterns of parameters without weight decay; None: those with fewer than two dimensions (norms, biases); (): none."""
     rate: Rate = field(default_factory=Constant)
+    groups: Groups = field(default_factory=dict)
+    """Other `lr` and `weight_decay` by pattern of parameters, as in {"embed.*": {"lr": 1e-4}}; the first that matches counts."""
 
     def __post_init__(self) -> None:
-        _check(self.lr, self.weight_decay)
+        check_numbers(self.lr, self.weight_decay, self.groups)
         if not all(0 <= beta < 1 for beta in self.betas) or self.eps < 0:
             raise ValueError(f"adamw: betas {self.betas} must be in [0, 1) and eps {self.eps} at least 0")
 
@@ -100,9 +105,11 @@ class SGD:
     no_decay: tuple[str, ...] | None = None
     """As in AdamW."""
     rate: Rate = field(default_factory=Constant)
+    groups: Groups = field(default_factory=dict)
+    """As in AdamW."""
 
     def __post_init__(self) -> None:
-        _check(self.lr, self.weight_decay)
+        check_numbers(self.lr, self.weight_decay, self.groups)
         if not 0 <= self.momentum < 1 or (self.nesterov and not self.momentum):
             raise ValueError(f"sgd: momentum {self.momentum} must be in [0, 1), and above 0 for nesterov")
 
@@ -111,26 +118,73 @@ class SGD:
         return ("momentum",) if self.momentum else ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """A class of torch.optim, or one like them. `phx.optimizer` makes and checks it; `run.torch_optimizer` applies it."""
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    """Of its constructor, without lr and weight_decay."""
+    accepts: tuple[str, ...]
+    """All options that it takes, by name."""
+    elementwise: bool
+    """Whether elements are updated apart, so that any slice of a parameter may be; else it must be whole on a rank."""
+    lr: float
+    weight_decay: float
+    no_decay: tuple[str, ...] | None
+    rate: Rate
+    groups: Groups
+    moments: tuple[str, ...]
+    """States of an element-wise one that have the parameter's shape."""
+    numbers: tuple[str, ...]
+    """States of an element-wise one that are one number for a group; `step` is not among them."""
+
+
 adamw, sgd = AdamW, SGD
-Config = AdamW | SGD
+Config = AdamW | SGD | Torch
 
 
-def _check(lr: float, weight_decay: float) -> None:
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+@dataclass(frozen=True)
+class Group:
+    """What parameters that are updated alike share."""
+
+    lr: float
+    """Peak learning rate, multiplied by the config's `rate`."""
+    weight_decay: float
+    options: tuple[tuple[str, float], ...] = ()
+    """Other options of a torch optimizer in which they differ, by name."""
+
+    def __float__(self) -> float:
+        return float(self.weight_decay)
+
+
+def check_numbers(lr: float, weight_decay: float, groups: Groups, allowed: Sequence[str] = ("lr", "weight_decay")) -> None:
+    """Raise ValueError for a rate or decay below 0, and for an option of a group that is not `allowed`."""
+    named = [("lr", lr), ("weight_decay", weight_decay)]
+    for pattern, options in groups.items():
+        for name in options:
+            if name not in allowed:
+                raise ValueError(f"groups[{pattern!r}] sets {name!r}; parameters can differ in {', '.join(allowed)}")
+        named += [(f"{name} of groups[{pattern!r}]", options[name]) for name in ("lr", "weight_decay") if name in options]
+    for name, value in named:
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
 
 
-def groups(config: Config, program: Program) -> dict[str, float]:
-    """Weight decay of every trainable parameter, decided on names and global shapes so that no layout changes it."""
-    for pattern in config.no_decay or ():
-        if not any(_named(p, pattern) for p in program.parameters.values()):
-            raise ValueError(f"no_decay pattern {pattern!r} matches none of the {len(program.parameters)} parameters")
-    return {
-        name: 0.0 if _is_free_of_decay(config, parameter) else config.weight_decay
-        for name, parameter in program.parameters.items()
-        if parameter.trainable
-    }
+def groups(config: Config, program: Program) -> dict[str, Group]:
+    """The group of every trainable parameter, decided on names and global shapes so that no layout changes it."""
+    for what, patterns in (("no_decay", config.no_decay or ()), ("groups", config.groups)):
+        for pattern in patterns:
+            if not any(_named(p, pattern) for p in program.parameters.values()):
+                raise ValueError(f"{what} pattern {pattern!r} matches none of the {len(program.parameters)} parameters")
+    return {name: _group(config, parameter) for name, parameter in program.parameters.items() if parameter.trainable}
+
+
+def _group(config: Config, parameter: Parameter) -> Group:
+    own = next((options for pattern, options in config.groups.items() if _named(parameter, pattern)), {})
+    decay = 0.0 if _is_free_of_decay(config, parameter) else config.weight_decay
+    others = sorted((name, value) for name, value in own.items() if name not in ("lr", "weight_decay"))
+    return Group(own.get("lr", config.lr), own.get("weight_decay", decay), tuple(others))
 
 
 def _is_free_of_decay(config: Config, parameter: Parameter) -> bool:
@@ -163,24 +217,23 @@ class Optimizer:
         """Updates applied so far."""
         device = parameters.world.device
         self._step = torch.zeros((), dtype=torch.float32, device=device)
-        trained = [flat for flat in parameters.flats if flat.trainable]
-        self._masters = {id(f): f.values.to(f.accumulator) for f in trained if f.dtype != f.accumulator}
-        self.state: dict[str, dict[int, Tensor]] = {
-            moment: {id(flat): torch.zeros_like(flat.values, dtype=flat.accumulator) for flat in trained}
+        trained = [unit for unit in parameters.units if unit.trainable]
+        self.state: dict[str, dict[Unit, Tensor]] = {
+            moment: {unit: torch.zeros_like(unit.own_values, dtype=unit.accumulator) for unit in trained}
             for moment in config.moments
         }
         self._fused = device.type in _get_fused_kernels_supported_devices()
-        by_kind: dict[tuple[float, torch.dtype], list[Span]] = {}
-        for span in parameters.updates:
-            by_kind.setdefault((float(span.places[0].group), span.flat.accumulator), []).append(span)  # type: ignore[arg-type]
+        by_kind: dict[tuple[float, torch.dtype], list[Range]] = {}
+        for found in parameters.updates:
+            by_kind.setdefault((float(found.group), found.unit.accumulator), []).append(found)  # type: ignore[arg-type]
         self._groups = [
             _Group(
                 decay,
-                [span.gradient for span in spans],
-                [span.of(self._weights(span.flat)) for span in spans],
-                {moment: [span.of(buffers[id(span.flat)]) for span in spans] for moment, buffers in self.state.items()},
+                [found.gradient for found in ranges],
+                [found.weights for found in ranges],
+                {moment: [found.of(buffers[found.unit]) for found in ranges] for moment, buffers in self.state.items()},
             )
-            for (decay, _), spans in by_kind.items()
+            for (decay, _), ranges in by_kind.items()
         ]
 
     @property
@@ -201,9 +254,7 @@ class Optimizer:
                 self._adamw(self.config, group, gradients, lr)
             else:
                 self._sgd(self.config, group, gradients, lr)
-        for flat in self.parameters.flats:
-            if id(flat) in self._masters:
-                flat.values.copy_(self._masters[id(flat)])
+        self.parameters.updated()
         return lr
 
     def _adamw(self, config: AdamW, group: _Group, gradients: list[Tensor], lr: float) -> None:
@@ -240,9 +291,6 @@ class Optimizer:
             steps = list(torch._foreach_add(steps, moments, alpha=config.momentum)) if config.nesterov else moments
         torch._foreach_add_(group.weights, steps, alpha=-lr)
 
-    def _weights(self, flat: Flat) -> Tensor:
-        return self._masters.get(id(flat), flat.values)
-
     # State, as global tensors by name
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -250,38 +298,34 @@ class Optimizer:
         state: dict[str, Tensor] = {"step": torch.tensor(self.steps)}
         for moment in self._kinds():
             names = [name for name in self.parameters.trained if moment != "master" or self._has_master(name)]
-            values = self.parameters.collect(names, lambda name, m=moment: self.local(name, m), self.parameters.accumulator_of)  # type: ignore[misc]
+            values = self.parameters.collect(names, lambda unit, m=moment: self.own(unit, m), self.parameters.accumulator_of)  # type: ignore[misc]
             state.update((f"{name}/{moment}", value) for name, value in values.items())
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the shards of what `state_dict` of any layout returned; ValueError for a missing tensor or another shape."""
-        pairs = []
+        found = []
         for moment in self._kinds():
-            for name, (flat, _) in self.parameters.places.items():
-                if flat.trainable and (moment != "master" or self._has_master(name)):
-                    pairs.append((self.local(name, moment), self.parameters.shard_of(state, f"{name}/{moment}", name)))
+            for name, (unit, _) in self.parameters.places.items():
+                if unit.trainable and (moment != "master" or self._has_master(name)):
+                    found.append((name, self.own(unit, moment), self.parameters.shard_of(state, f"{name}/{moment}", name)))
         if "step" not in state:
             raise ValueError("the optimizer state has no 'step'")
-        for mine, value in pairs:
-            mine.copy_(value)
+        for name, own, value in found:
+            self.parameters.store(name, own, value)
         self.steps = int(state["step"])
 
-    def local(self, name: str, moment: str) -> Tensor:
-        """This rank's shard of a moment of a parameter, or of its master copy."""
-        flat, place = self.parameters.places[name]
-        buffer = self._masters[id(flat)] if moment == "master" else self.state[moment][id(flat)]
-        return self.parameters.view(buffer, place)
-
-    def reload(self) -> None:
-        """Make the master copies again, after the parameters were given other values."""
-        for flat in self.parameters.flats:
-            if id(flat) in self._masters:
-                self._masters[id(flat)].copy_(flat.values)
+    def own(self, unit: Unit, moment: str) -> Tensor:
+        """A moment of this rank's slice of a unit, or its master copy."""
+        if moment != "master":
+            return self.state[moment][unit]
+        assert unit.master is not None
+        return unit.master
 
     def _kinds(self) -> Sequence[str]:
         return (*self.config.moments, "master")
 
     def _has_master(self, name: str) -> bool:
-        dtype = self.parameters.program.parameters[name].dtype
-        return dtype != self.parameters.accumulator_of(name)
+        """Whether there is more to a parameter than what the model's own state has of it."""
+        parameter = self.parameters.program.parameters[name]
+        return parameter.dtype != self.parameters.accumulator_of(name) and parameter.stored is None

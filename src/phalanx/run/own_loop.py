@@ -22,8 +22,9 @@ from phalanx.derive.program import Parameter, Program, Segment, Value
 from phalanx.run.arguments import check_arguments, warn_of_losses
 from phalanx.run.batch import microbatches
 from phalanx.run.gather import check_equal, gather
+from phalanx.run.layout import contributes
 from phalanx.run.operations import callable_of
-from phalanx.run.parameters import contributes, squared_norm
+from phalanx.run.parameters import squared_norm
 from phalanx.run.sums import sum_over
 from phalanx.run.values import initial_values, real_tensors
 

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from phalanx import hf
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
-from phalanx.derive import Layout, derive
+from phalanx.derive import Layout, Recompute, derive
 from phalanx.derive.capture import Loss, Prepare
+from phalanx.derive.compile import compiled_program
 from phalanx.derive.evaluate import evaluation
+from phalanx.derive.precision import Precision
 from phalanx.derive.program import Program
 from phalanx.derive.watch import Watched, watch
 from phalanx.event import Event
@@ -28,7 +31,7 @@ from phalanx.run.own_loop import Sharded, shard
 from phalanx.run.parameters import Parameters
 from phalanx.run.values import initial_values, real_tensors
 from phalanx.schedule import build, from_program
-from phalanx.schedule.actions import Schedule
+from phalanx.schedule.actions import Schedule, Storage
 from phalanx.schedule.check import check
 from phalanx.spec import Spec
 
@@ -49,10 +52,15 @@ def parallelize(
     optimizer: Config | None = None,
     microbatches: int = 1,
     schedule: str | Schedule = "1f1b",
+    chunks: int | None = None,
+    zero: int | Storage = 0,
+    precision: Precision | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    compile: bool = False,
     max_norm: float | None = None,
     blocks: str | None = None,
     train: bool = True,
-    recompute: Literal["none", "full"] = "none",
+    recompute: Recompute = "none",
     prepare: Prepare | None = None,
     batch_coupling: Literal["microbatch"] | None = None,
     seed: int = 0,
@@ -67,6 +75,15 @@ def parallelize(
     loss       (outputs, batch) to (sum, count) of the loss; None if the model returns its mean cross entropy itself
     optimizer  phx.adamw(...) (the default) or phx.sgd(...)
     schedule   name of a pipeline schedule, or a Schedule of one's own, which is proved free of deadlock like any other
+    chunks     stages of each rank, for schedules that take any number of them
+    zero       1, 2 or 3: data ranks store the optimizer's state, and the gradients, and the parameters, once between them. A Storage
+               says over which axes (the others hold copies), and how far ahead parameters are gathered. A Schedule of one's own
+               has its storage already
+    precision  "bf16" or "fp16": compute in it, from float32 parameters that are kept and updated
+    reduce_dtype  dtype in which gradients travel between ranks; None: that in which they accumulate, float32 or wider
+    compile    put what lies between the collectives of each class of segments through Inductor, once for all equal segments
+    recompute  what the backward makes again instead of keeping: "none", "selective", "full", the most bytes that a segment may save
+               ("64MiB"), or these by pattern of segment names
     max_norm   clip gradients to this global norm
     blocks     pattern of the modules to cut at, if the repeated blocks are not to be found by themselves
     prepare    context to trace in; chosen for Hugging Face models if None
@@ -84,21 +101,34 @@ def parallelize(
     program = derive(
         model, world.mesh, example=example, names=names, layout=layout, loss=loss, microbatches=microbatches, blocks=blocks,
         train=train, device="cpu" if isinstance(world, LocalWorld) else world.device.type, prepare=prepare, recompute=recompute,
-        batch_coupling=batch_coupling,
+        batch_coupling=batch_coupling, precision=precision,
     )  # fmt: skip
     warn_of_losses(program, world)
-    view = from_program(program)
-    planned = build(view, schedule, world.mesh.extent(("pp",)), microbatches) if isinstance(schedule, str) else schedule
+    storage = storage_of(zero, program) if isinstance(schedule, str) else schedule.storage
+    view = from_program(program, storage)
+    pp = world.mesh.extent(("pp",))
+    planned = build(view, schedule, pp, microbatches, chunks) if isinstance(schedule, str) else schedule
     check(planned, view)
+    if compile:
+        used = {action.kind for actions in planned.ranks for action in actions} & {"F", "B", "I", "W"}
+        program, _ = compiled_program(program, used)
     decay = groups(config, program)
 
     def executor(rank: World) -> Executor:
         if not local:
             check_equal(real_tensors(model), rank)
-        parameters = Parameters(program, rank, planned.coordinates, initial_values(model, rank, seed), decay)
+        values = initial_values(model, rank, seed)
+        parameters = Parameters(program, rank, planned.places, values, decay, planned.storage, reduce_dtype)
         return Executor(program, planned, rank, parameters, Optimizer(config, parameters), max_norm=max_norm, seed=seed)
 
     return Step(model, world, program, planned, _on_ranks(world, executor), seed)
+
+
+def storage_of(zero: int | Storage, program: Program) -> Storage | None:
+    """What `zero` asks for: by default over all axes that split the batch."""
+    if isinstance(zero, Storage):
+        return zero
+    return Storage(zero, program.batch_axes) if zero else None
 
 
 class Step:
@@ -177,7 +207,6 @@ class Step:
 
         def load(executor: Executor) -> None:
             executor.parameters.load_state_dict(state)
-            executor.optimizer.reload()
 
         self._each(load)
 

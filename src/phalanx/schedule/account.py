@@ -11,6 +11,7 @@ from phalanx.event import Event
 from phalanx.schedule.actions import Action, Schedule
 from phalanx.schedule.check import Report, report
 from phalanx.schedule.view import View
+from phalanx.schedule.waits import SENDS, At
 
 REASONS: Mapping[str, str] = {
     "warm-up": "before the first backward, because the stages before or after have not come so far",
@@ -20,6 +21,9 @@ REASONS: Mapping[str, str] = {
     "barrier": "after the last backward of all, for REDUCE, NORM and the optimizer of others",
 }
 BACKWARD = ("B", "I", "W")
+RECEIVES = ("RECV_F", "RECV_B")
+Message = tuple[str, int | None, int | None]
+"""Direction, segment and microbatch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,11 @@ def account(schedule: Schedule, view: View, events: Sequence[Event]) -> Account:
     The first rank of each pp coordinate speaks for it; Events of others are left out. Raises ValueError if an action has no
     Event.
     """
-    timed = [_timed(view, events, at, actions) for at, actions in enumerate(schedule.ranks)]
+    by_rank: dict[int, list[Event]] = {}
+    for event in events:
+        by_rank.setdefault(event.rank, []).append(event)
+    timed = [_timed(view, by_rank, at, actions) for at, actions in enumerate(schedule.ranks)]
+    sent = _sends(schedule)
     begin = min(event.start for spans in timed for event in spans)
     end = max(event.end for spans in timed for event in spans)
     over = max(
@@ -60,7 +68,7 @@ def account(schedule: Schedule, view: View, events: Sequence[Event]) -> Account:
     idle = dict.fromkeys(REASONS, 0.0)
     own = []
     for at, actions in enumerate(schedule.ranks):
-        for reason, start, stop in _idle(schedule, timed, at, begin, end, over):
+        for reason, start, stop in _idle(schedule, timed, sent, at, begin, end, over):
             idle[reason] += stop - start
         busy = [e for a, e in zip(actions, timed[at], strict=True) if a.kind in ("F", *BACKWARD)]
         length = busy[-1].end - busy[0].start
@@ -75,17 +83,32 @@ def account(schedule: Schedule, view: View, events: Sequence[Event]) -> Account:
     )
 
 
-def _timed(view: View, events: Sequence[Event], at: int, actions: Sequence[Action]) -> list[Event]:
+def _timed(view: View, by_rank: Mapping[int, Sequence[Event]], at: int, actions: Sequence[Action]) -> list[Event]:
+    """The Event of each action, by lane and name; what is done several times (GATHER, FREE) by the order of its starts."""
     rank = view.mesh.rank({"pp": at})
-    mine = {(event.lane, event.name): event for event in events if event.rank == rank}
-    missing = [str(action) for action in actions if (action.lane, str(action)) not in mine]
+    mine: dict[tuple[str, str], list[Event]] = {}
+    for event in sorted(by_rank.get(rank, ()), key=lambda event: event.start, reverse=True):
+        mine.setdefault((event.lane, event.name), []).append(event)
+    found, missing = [], []
+    for action in actions:
+        its = mine.get((action.lane, str(action)))
+        if its:
+            found.append(its.pop())
+        else:
+            missing.append(str(action))
     if missing:
         raise ValueError(f"{len(missing)} actions of pp {at} have no event on rank {rank}, the first {missing[0]}")
-    return [mine[action.lane, str(action)] for action in actions]
+    return found
 
 
 def _idle(
-    schedule: Schedule, timed: Sequence[Sequence[Event]], at: int, begin: float, end: float, over: float
+    schedule: Schedule,
+    timed: Sequence[Sequence[Event]],
+    sent: Mapping[Message, At],
+    at: int,
+    begin: float,
+    end: float,
+    over: float,
 ) -> list[tuple[str, float, float]]:
     """(reason, start, end) of every moment in which the compute lane of a coordinate does nothing."""
     actions = schedule.ranks[at]
@@ -97,7 +120,7 @@ def _idle(
     free = begin
     for index in [*compute, None]:
         until = end if index is None else timed[at][index].start
-        arrivals = [] if index is None else _on_the_way(schedule, timed, at, index)
+        arrivals = [] if index is None else _on_the_way(schedule, timed, sent, at, index)
         edges = sorted({free, until, *(x for x in (*cuts, *(t for span in arrivals for t in span)) if free < x < until)})
         for start, stop in pairwise(edges):
             if start >= over:
@@ -113,23 +136,28 @@ def _idle(
     return found
 
 
-def _on_the_way(schedule: Schedule, timed: Sequence[Sequence[Event]], at: int, index: int) -> list[tuple[float, float]]:
+def _on_the_way(
+    schedule: Schedule, timed: Sequence[Sequence[Event]], sent: Mapping[Message, At], at: int, index: int
+) -> list[tuple[float, float]]:
     """For each communication that an action needs: from when its value exists to when it has arrived."""
     spans: list[tuple[float, float]] = []
     if schedule.ranks[at][index].kind == "OPT":
         return spans  # what it waits for is the barrier, and before that the stages that still compute
     for need in schedule.ranks[at][index].needs:
         action = schedule.ranks[at][need]
-        if action.kind.startswith("RECV"):
-            assert action.peer is not None
-            sender = schedule.ranks[action.peer]
-            sent = next(
-                a
-                for a in sender
-                if a.kind == f"SEND_{action.kind[-1]}" and (a.segment, a.microbatch) == (action.segment, action.microbatch)
-            )
-            made = max((timed[action.peer][i].end for i in sent.needs), default=float("-inf"))
+        if action.kind in RECEIVES:
+            source, send = sent[action.kind[-1], action.segment, action.microbatch]
+            made = max((timed[source][i].end for i in schedule.ranks[source][send].needs), default=float("-inf"))
             spans.append((made, timed[at][need].end))
         elif action.communicates:
             spans.append((float("-inf"), timed[at][need].end))
     return spans
+
+
+def _sends(schedule: Schedule) -> dict[Message, At]:
+    return {
+        (action.kind[-1], action.segment, action.microbatch): (at, index)
+        for at, actions in enumerate(schedule.ranks)
+        for index, action in enumerate(actions)
+        if action.kind in SENDS
+    }

@@ -47,6 +47,39 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """ZeRO (Rajbhandari et al. 2020): what ranks that hold equal parameters store once between them instead of once each.
+
+    level     1: the optimizer's state; 2: and the gradients once they are summed; 3: and the parameters
+    axes      mesh axes whose ranks divide it; other axes over which a gradient is summed hold copies (hybrid sharding)
+    by_microbatch  levels 2 and 3: scatter the gradients of every microbatch and add them up in slices. That is as many reduce_scatters
+              as microbatches instead of one, and no rank holds more than the gradients of two segments whole
+    prefetch  segments whose parameters are gathered ahead of the one that computes
+    keep      level 3: segments of one rank that may be gathered at once, more than `prefetch`; None: with a pipeline all of its
+              segments, each gathered once a step, otherwise one more than `prefetch`
+    """
+
+    level: int
+    axes: tuple[str, ...]
+    by_microbatch: bool = False
+    prefetch: int = 1
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in (1, 2, 3):
+            raise ValueError(f"zero is {self.level}; it is 0 (nothing is divided), 1, 2 or 3")
+        if self.by_microbatch and self.level == 1:
+            raise ValueError("by_microbatch adds gradients up in slices, which zero 1 does not have: take zero 2 or 3")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch is {self.prefetch}; it is a number of segments of at least 0")
+        if self.keep is not None and self.keep <= self.prefetch:
+            raise ValueError(
+                f"keep is {self.keep} segments and prefetch {self.prefetch}: the one that computes and those that are gathered ahead "
+                f"of it need {self.prefetch + 1}"
+            )
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Every rank's list for one step, with the placement that it was made for."""
 
@@ -58,21 +91,46 @@ class Schedule:
     host: tuple[int, ...]
     """pp coordinate that hosts each stage."""
     microbatches: int
+    copies: int = 1
+    """2 if every stage is on two coordinates (bidirectional DualPipe): `stages` and `host` then list one whole model after another,
+    and each takes its equal share of the microbatches."""
+    storage: Storage | None = None
+    """How parameters are stored between steps; None: whole on every rank that computes with them."""
 
     @property
-    def coordinates(self) -> tuple[int, ...]:
-        """pp coordinate that hosts each segment."""
-        place = {segment: at for stage, at in zip(self.stages, self.host, strict=True) for segment in stage}
-        return tuple(place[segment] for segment in sorted(place))
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """For each copy of the model, the pp coordinate that hosts each segment."""
+        length = len(self.stages) // self.copies
+        return tuple(
+            tuple(
+                at
+                for stage, at in zip(self.stages[first : first + length], self.host[first : first + length], strict=True)
+                for _ in stage
+            )
+            for first in range(0, len(self.stages), length)
+        )
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """pp coordinates that host each segment, ascending: one, or two with two copies."""
+        return places_of(self.chains)
+
+    def at(self, segment: int, microbatch: int) -> int:
+        """pp coordinate that computes a segment for a microbatch."""
+        return self.chains[microbatch * self.copies // self.microbatches][segment]
 
     def __str__(self) -> str:
         """Every rank's list, a stage's run over neighbouring segments written as one: F0-4.1."""
         lines = [f"{self.name}: {len(self.stages)} stages on {len(self.ranks)} ranks, {self.microbatches} microbatches"]
         for at, actions in enumerate(self.ranks):
-            segments = [k for stage, where in zip(self.stages, self.host, strict=True) if where == at for k in stage]
+            segments = sorted({k for stage, where in zip(self.stages, self.host, strict=True) if where == at for k in stage})
             lines.append(f"pp {at} (segments {', '.join(_ranges(segments))}):")
             lines.extend(_wrapped(_runs(actions), width=118))
         return "\n".join(lines)
+
+
+def places_of(chains: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sorted(set(hosts))) for hosts in zip(*chains, strict=True))
 
 
 def _runs(actions: Sequence[Action]) -> Iterator[str]:

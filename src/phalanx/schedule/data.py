@@ -1,16 +1,17 @@
 """The actions that belong to the step and not to the pipeline: COUNT, REDUCE, NORM, OPT, and what each REDUCE sums over what.
 
 Pure. `reductions` is the one answer to "which gradients does REDUCE(k) sum, over which ranks, in which order"; the executor
-follows it and the checker proves that every rank agrees with it.
+follows it and the checker proves that every rank agrees with it. GATHER and FREE, which ZeRO adds, are placed by `storage.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from phalanx.mesh import Mesh
 from phalanx.schedule.actions import Action
-from phalanx.schedule.view import View, Weight
+from phalanx.schedule.view import View, Weight, padded_numel
 
 COUNT_BYTES = 8
 """One number as int64, or float64 if the loss counts in floating point: the sum of all microbatches' counts."""
@@ -24,9 +25,45 @@ class Part:
 
     parameters: tuple[str, ...]
     bytes: int
+    """Of the gradients on one rank before the sum."""
     axes: tuple[str, ...] = ()
+    """All that some of them is summed over, in mesh order."""
     coordinates: tuple[int, ...] = ()
     """pp coordinates of a sum over hosting stages, at equal other coordinates; empty for a sum over axes."""
+    split: tuple[str, ...] = ()
+    """Of the axes, those over which the sum is scattered: each rank is left with its slice (ZeRO)."""
+    runs: tuple[tuple[tuple[str, ...], int], ...] = ()
+    """(axes, bytes) of the parameters that are summed over the same axes, if it is scattered."""
+
+    def calls(self, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+        """(operation, axes, payload bytes) of each call on one rank, in order."""
+        share = mesh.extent(self.split)
+        if self.coordinates:
+            return (("all_reduce", ("pp",), self.bytes // share),)
+        if not self.split:
+            return tuple(("all_reduce", (axis,), self.bytes) for axis in sum_order(self.axes, ())[0])
+        orders = [(*sum_order(axes, self.split), size) for axes, size in self.runs]
+        slow = {after for _, after, _ in orders}
+        # One call for the whole slice if all of it is summed over the same axes.
+        late = [(next(iter(slow)), self.bytes)] if len(slow) == 1 else [(after, size) for _, after, size in orders]
+        return (
+            *(("all_reduce", (axis,), size) for before, _, size in orders for axis in before),
+            ("reduce_scatter", self.split, self.bytes),
+            *(("all_reduce", (axis,), size // share) for after, size in late for axis in after),
+        )
+
+
+def sum_order(axes: Sequence[str], split: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the axes of a sum, in mesh order: those summed whole before it is scattered over `split`, and those summed by slices after.
+
+    The last axis has the fastest links and goes first, so the slow ones get what is smallest.
+    """
+    others = [axis for axis in axes if axis not in split]
+    if not split:
+        return tuple(reversed(others)), ()
+    last = max(axes.index(axis) for axis in split)
+    before = tuple(axis for axis in reversed(others) if axes.index(axis) > last)
+    return before, tuple(axis for axis in reversed(others) if axes.index(axis) < last)
 
 
 @dataclass(frozen=True)
@@ -50,56 +87,65 @@ class Reduction:
         return f"reduce:{'+'.join(axes)}" if axes else "reduce:tied"
 
 
-def reductions(view: View, coordinates: Sequence[int]) -> dict[int, Reduction]:
-    """By segment, the REDUCEs of a step; `coordinates` is the pp coordinate of each segment.
+def reductions(view: View, places: Sequence[tuple[int, ...]]) -> dict[int, Reduction]:
+    """By segment, the REDUCEs of a step; `places` are the pp coordinates that host each segment.
 
     A parameter is summed over its axes once on each coordinate, by the first of its segments there. A parameter of several
-    coordinates is then summed over those, as a rule by the same REDUCE.
+    coordinates is then summed over those, as a rule by the same REDUCE. Coordinates that share one segment share all of them (two
+    copies of a model lie mirrored), so a REDUCE is the same wherever it is done.
     """
-    owners = _owners(view, coordinates)
-    over_axes: dict[int, dict[tuple[tuple[str, ...], str, str], list[Weight]]] = {}
+    owners = _owners(view, places)
+    over_axes: dict[int, dict[tuple[tuple[str, ...], tuple[str, ...], str, str], list[Weight]]] = {}
     over_hosts: dict[int, dict[tuple[tuple[int, ...], str], list[Weight]]] = {}
     earlier: dict[int, set[int]] = {k: set() for k in range(len(view.segments))}
     after = {k: {k} for k in range(len(view.segments))}
     for k, segment in enumerate(view.segments):
         for weight in segment.weights:
             hosts = view.hosts(weight.name)
-            here = [host for host in hosts if coordinates[host] == coordinates[k]]
+            here = [host for host in hosts if places[host] == places[k]]
             if k != here[0]:
                 continue
             after[k].update(here)
-            # A parameter that several coordinates share is summed by itself, since it is summed over them next.
-            alone = weight.name if len(here) < len(hosts) else ""
+            shared = len(everywhere(hosts, places)) > 1
+            # A parameter of several segments lies elsewhere on each coordinate, and is gathered with each of them: it is a unit.
+            alone = weight.name if len(hosts) > 1 and (shared or weight.split) else ""
             if weight.axes:
-                over_axes.setdefault(k, {}).setdefault((weight.axes, weight.dtype, alone), []).append(weight)
-            if len(here) < len(hosts):
-                owner = owners[hosts, coordinates[k]]
+                # What is scattered travels together, whatever else it is summed over.
+                axes = () if weight.split else weight.axes
+                over_axes.setdefault(k, {}).setdefault((axes, weight.split, weight.dtype, alone), []).append(weight)
+            if shared:
+                owner = owners[hosts, places[k]]
                 after[owner].update(here)
-                over_hosts.setdefault(owner, {}).setdefault((hosts, weight.name), []).append(weight)
+                over_hosts.setdefault(owner, {}).setdefault((hosts, alone or weight.dtype), []).append(weight)
                 if weight.axes and owner != k:
                     earlier[owner].add(k)
     found = {}
     for k in sorted({*over_axes, *over_hosts}):
-        parts = [_part(weights, axes=axes) for (axes, _, _), weights in sorted(over_axes.get(k, {}).items())]
+        parts = [_sum(view.mesh, weights) for _, weights in sorted(over_axes.get(k, {}).items())]
         # In the order of hosts, then names: every coordinate then makes the same parts in the same order.
         for (hosts, _), weights in sorted(over_hosts.get(k, {}).items()):
-            parts.append(_part(weights, coordinates=tuple(sorted({coordinates[host] for host in hosts}))))
+            parts.append(replace(_sum(view.mesh, weights), axes=(), runs=(), coordinates=everywhere(hosts, places)))
         found[k] = Reduction(k, tuple(parts), tuple(sorted(after[k])), tuple(sorted(earlier[k])))
     return found
 
 
-def _owners(view: View, coordinates: Sequence[int]) -> dict[tuple[tuple[int, ...], int], int]:
-    """(hosts of tied parameters, coordinate) -> the segment whose REDUCE sums them over hosts that are on several coordinates.
+def everywhere(hosts: Sequence[int], places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """pp coordinates that host any of some segments, ascending."""
+    return tuple(sorted({at for host in hosts for at in places[host]}))
+
+
+def _owners(view: View, places: Sequence[tuple[int, ...]]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    """(hosts of tied parameters, coordinates of one of them) -> the segment whose REDUCE sums them over several coordinates.
 
     It is the first host, except that sets of hosts which meet in one REDUCE anywhere share one REDUCE everywhere. Otherwise two
     coordinates could be bound to opposite orders: one by a REDUCE that has both sums, the other by two that have one each.
     """
     every = {view.hosts(weight.name) for segment in view.segments for weight in segment.weights}
-    groups = [[hosts] for hosts in sorted(every) if len({coordinates[host] for host in hosts}) > 1]
+    groups = [[hosts] for hosts in sorted(every) if len(everywhere(hosts, places)) > 1]
 
-    def first(group: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    def first(group: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
         members = sorted({host for hosts in group for host in hosts}, reverse=True)
-        return {coordinates[host]: host for host in members}
+        return {places[host]: host for host in members}
 
     while True:
         meeting = (
@@ -112,9 +158,19 @@ def _owners(view: View, coordinates: Sequence[int]) -> dict[tuple[tuple[int, ...
     return {(hosts, at): owner for group in groups for hosts in group for at, owner in first(group).items()}
 
 
-def _part(weights: Sequence[Weight], axes: tuple[str, ...] = (), coordinates: tuple[int, ...] = ()) -> Part:
-    ordered = sorted(weights, key=lambda weight: weight.name)
-    return Part(tuple(w.name for w in ordered), sum(w.bytes for w in ordered), axes, coordinates)
+def _sum(mesh: Mesh, weights: Sequence[Weight]) -> Part:
+    """The sum over axes of weights that lie together."""
+    names = tuple(sorted(weight.name for weight in weights))
+    axes = tuple(axis for axis in mesh.names if any(axis in weight.axes for weight in weights))
+    size, split, itemsize = sum(weight.bytes for weight in weights), weights[0].split, weights[0].itemsize
+    if not split:
+        return Part(names, size, axes)
+    runs: dict[tuple[str, ...], int] = {}
+    for weight in sorted(weights, key=lambda weight: weight.axes):
+        runs[weight.axes] = runs.get(weight.axes, 0) + weight.bytes
+    wide = max(4, itemsize)
+    padded = padded_numel(size // wide, mesh.extent(split), itemsize) * wide
+    return Part(names, padded, axes, (), split, tuple(runs.items()))
 
 
 def together(found: Mapping[int, Reduction]) -> list[list[Reduction]]:
@@ -136,8 +192,9 @@ def count(view: View) -> Action:
     return Action("COUNT", lane=f"count:{'+'.join(view.batch_axes)}" if view.batch_axes else "count")
 
 
-def reduce(reduction: Reduction) -> Action:
-    return Action("REDUCE", reduction.segment, lane=reduction.lane)
+def reduce(reduction: Reduction, microbatch: int | None = None) -> Action:
+    """The sum of all microbatches' gradients, or of one's alone."""
+    return Action("REDUCE", reduction.segment, microbatch, lane=reduction.lane)
 
 
 def finish() -> tuple[Action, Action]:

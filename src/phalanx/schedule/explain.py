@@ -18,6 +18,7 @@ from phalanx.derive.program import Program, Segment, SegmentClass, Value
 from phalanx.mesh import Mesh
 from phalanx.schedule.actions import Schedule
 from phalanx.schedule.data import COUNT_BYTES, NORM_BYTES, reductions
+from phalanx.schedule.storage import gathers_of
 from phalanx.schedule.view import from_program
 
 COMMUNICATES = {
@@ -92,25 +93,32 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
     if program.tables is not None:
         rows += _graph(program, program.tables, program.tables, "E", "forward", m if program.tables_read_batch else 1)
     origins: dict[int, Segment] = {}
-    coordinate = {k: schedule.host[s] for s, stage in enumerate(schedule.stages) for k in stage}
-    reduce = reductions(from_program(program), [coordinate[s.index] for s in program.segments])
+    view, chains = from_program(program, schedule.storage), schedule.chains
+    reduce, gathers = reductions(view, schedule.places), gathers_of(view, schedule)
     for segment in program.segments:
         origin = origins.setdefault(id(segment.cls), segment)
         rows += _graph(program, segment, origin, "F", "forward", m)
-        crosses = segment.index + 1 < len(program.segments) and coordinate[segment.index] != coordinate[segment.index + 1]
-        if crosses:
-            rows += _sends(program, segment, m)
+        k = segment.index
+        for gathered, count in gathers.get(k, ()):
+            why = f"GATHER: ranks store slices of {_some(gathered.parameters)}"
+            rows.append(
+                Row(segment.name, segment.name, "step", "all_gather", "+".join(gathered.axes), gathered.bytes, count, why)
+            )
+        sent = sum(m // len(chains) for chain in chains if k + 1 < len(program.segments) and chain[k] != chain[k + 1])
+        if sent:
+            rows += _sends(program, segment, sent)
         for graph in backward:
             rows += _graph(program, segment, origin, graph, "backward", m)
         if segment.index in reduce:
             for part in reduce[segment.index].parts:
-                why = f"the gradients of {_some(part.parameters)} are partial sums"
-                for axis in reversed(part.axes):
-                    sentence = f"REDUCE: {why} over {axis}"
-                    rows.append(Row(segment.name, segment.name, "backward", "all_reduce", axis, part.bytes, 1, sentence))
-                if part.coordinates:
-                    why = f"REDUCE: {_some(part.parameters)} is shared by the stages on pp {', '.join(map(str, part.coordinates))}"
-                    rows.append(Row(segment.name, segment.name, "backward", "all_reduce", "pp", part.bytes, 1, why))
+                for op, axes, size in part.calls(program.mesh):
+                    axis = "+".join(axes)
+                    why = f"the gradients of {_some(part.parameters)} are partial sums over {axis}"
+                    if op == "reduce_scatter":
+                        why += ", and each rank keeps its slice"
+                    if part.coordinates:
+                        why = f"{_some(part.parameters)} is shared by the stages on pp {', '.join(map(str, part.coordinates))}"
+                    rows.append(Row(segment.name, segment.name, "backward", op, axis, size, 1, f"REDUCE: {why}"))
     if program.mesh.size > 1:
         why = "NORM: loss, gradient norm and count to every rank, which all see if one of them is not finite"
         rows.append(Row("step", "step", "backward", "all_reduce", "world", NORM_BYTES, 1, why))

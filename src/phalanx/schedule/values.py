@@ -6,7 +6,8 @@ saved:k:j   what F keeps for the backward        made by F, used by B, or by I a
 pending:k:j what I leaves for W
 params:k    full parameters                      made by GATHER, used by F B I W, freed by FREE; absent if they are always there
 grad:k:j    a contribution to the accumulators   made by B or W, used by REDUCE and NORM
-reduced:k   the finished gradients of a REDUCE   count, norm: the two scalars of a step
+reduced:k:j the summed gradients of a REDUCE, of microbatch j or, if j is None, of all
+count, norm the two scalars of a step
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.schedule.actions import Action
+from phalanx.schedule.actions import Action, places_of
 from phalanx.schedule.data import Reduction, reductions
 from phalanx.schedule.view import View
 
@@ -27,13 +28,25 @@ class Values:
     """The two tables for one placement of a Program."""
 
     view: View
-    coordinates: tuple[int, ...]
+    chains: tuple[tuple[int, ...], ...]
+    """For each copy of the model, the pp coordinate of each segment."""
     microbatches: int
+    places: tuple[tuple[int, ...], ...]
+    """pp coordinates that host each segment."""
     reductions: Mapping[int, Reduction]
 
     @classmethod
-    def of(cls, view: View, coordinates: Sequence[int], microbatches: int) -> Values:
-        return cls(view, tuple(coordinates), microbatches, reductions(view, coordinates))
+    def of(cls, view: View, chains: Sequence[Sequence[int]], microbatches: int) -> Values:
+        places = places_of(chains)
+        return cls(view, tuple(tuple(chain) for chain in chains), microbatches, places, reductions(view, places))
+
+    def at(self, segment: int, microbatch: int) -> int:
+        """pp coordinate that computes a segment for a microbatch."""
+        return self.chains[microbatch * len(self.chains) // self.microbatches][segment]
+
+    def microbatches_at(self, segment: int, at: int) -> Sequence[int]:
+        """Microbatches that a coordinate computes a segment for."""
+        return [j for j in range(self.microbatches) if self.at(segment, j) == at]
 
     def produced(self, action: Action) -> tuple[str, ...]:
         k, j = action.segment, action.microbatch
@@ -61,7 +74,7 @@ class Values:
                 return (f"cut:{k}:B:{j}",)
             case "GATHER":
                 return (f"params:{k}",)
-        return (f"reduced:{k}",)
+        return (f"reduced:{k}:{j}",)
 
     def consumed(self, action: Action, at: int) -> tuple[str, ...]:
         """What an action of pp coordinate `at` reads, apart from gathered parameters, which depend on the list around it."""
@@ -72,9 +85,9 @@ class Values:
             case "OPT":
                 return ("norm",)
             case "NORM":
-                mine = [segment for segment, place in enumerate(self.coordinates) if place == at]
-                reduced = [f"reduced:{segment}" for segment in mine if segment in self.reductions]
-                return ("count", *self._grads(mine), *reduced)
+                mine = [segment for segment, places in enumerate(self.places) if at in places]
+                reduced = [f"reduced:{k}:{j}" for k in mine for j in self.reduced_at(k, at)]
+                return ("count", *self._grads(mine, at), *reduced)
         assert k is not None, f"{action.kind} has no segment"
         match action.kind:
             case "F":
@@ -92,10 +105,18 @@ class Values:
         if k not in self.reductions:
             return ()
         reduction = self.reductions[k]
-        return (*self._grads(reduction.after), *(f"reduced:{other}" for other in reduction.earlier))
+        return (*self._grads(reduction.after, at, j), *(f"reduced:{other}:{j}" for other in reduction.earlier))
 
-    def _grads(self, segments: Iterable[int]) -> tuple[str, ...]:
-        return tuple(f"grad:{k}:{j}" for k in segments for j in range(self.microbatches))
+    def _grads(self, segments: Iterable[int], at: int, microbatch: int | None = None) -> tuple[str, ...]:
+        numbers = [(k, j) for k in segments for j in self.microbatches_at(k, at)]
+        return tuple(f"grad:{k}:{j}" for k, j in numbers if microbatch is None or j == microbatch)
+
+    def reduced_at(self, segment: int, at: int) -> Sequence[int | None]:
+        """Microbatches of the REDUCEs of a segment on a coordinate; None is one for all of them."""
+        if segment not in self.reductions:
+            return ()
+        each = self.view.storage is not None and self.view.storage.by_microbatch
+        return self.microbatches_at(segment, at) if each else (None,)
 
 
 def link(values: Values, at: int, actions: Sequence[Action]) -> tuple[Action, ...]:

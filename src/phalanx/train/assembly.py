@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from phalanx.comm.local import LocalWorld
@@ -27,6 +28,11 @@ def parallel_step(config: TrainConfig, world: World | LocalWorld, model: Model, 
         optimizer=optimizer(config),
         microbatches=config.microbatches,
         schedule=config.schedule,
+        chunks=config.chunks,
+        zero=config.storage() or config.zero,
+        precision=config.precision,
+        reduce_dtype=None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype),
+        compile=config.compile,
         max_norm=config.optimizer.max_norm,
         recompute=config.recompute,
         seed=config.seed,
@@ -44,6 +50,7 @@ def derived_program(config: TrainConfig, model: Model, module: nn.Module) -> Pro
         example=model.example(config.batch or model.batch, config.seq or model.seq, config.seed),
         microbatches=config.microbatches,
         recompute=config.recompute,
+        precision=config.precision,
         prepare=capture_context if is_hf_model(module) else None,
     )
 

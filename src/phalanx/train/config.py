@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from phalanx.mesh import Mesh
+from phalanx.schedule.actions import Storage
 
 Config = TypeVar("Config", bound="TrainConfig")
 
@@ -60,9 +61,27 @@ class TrainConfig:
     microbatches: int = 1
     """Parts that a step's batch is cut into, one after another through the model."""
     schedule: str = "1f1b"
-    """Order of the work under a pipeline (mesh axis pp): 1f1b or gpipe."""
-    recompute: Literal["none", "full"] = "none"
-    """full keeps only the inputs of each block and computes the rest again in the backward."""
+    """Order of the work under a pipeline (mesh axis pp): a name of `phalanx schedule --list`, or auto, which plans one by the work that is
+    counted in each block."""
+    chunks: int | None = None
+    """Stages of each rank, for schedules that take any number of them (interleaved, looped-bfs)."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What data ranks store once between them instead of once each: 1 the optimizer's state, 2 and the gradients once they are summed,
+    3 and the parameters, gathered for each block when it computes."""
+    zero_axes: str | None = None
+    """Mesh axes that --zero divides over, joined with +; the other data axes hold copies, as in --mesh rep=2,dp=4 --zero-axes dp.
+    Left out: all that split the batch."""
+    prefetch: int = 1
+    """Blocks whose parameters --zero gathers ahead of the one that computes."""
+    precision: Literal["bf16", "fp16"] | None = None
+    """Compute in this dtype from float32 parameters, which are kept and updated; fp16 scales the loss."""
+    reduce_dtype: Literal["bfloat16"] | None = None
+    """Dtype in which gradients travel between ranks. Left out: that in which they add up, float32 or wider."""
+    recompute: str = "none"
+    """What the backward computes again instead of keeping: none; selective (what is cheap for its bytes, as in attention and
+    activations); full (all but the inputs of each block); or the most bytes that a block may keep for each microbatch, as in 64MiB."""
+    compile: bool = False
+    """Put the graphs of each kind of block through torch.compile."""
     steps: int = 200
     """Optimizer steps."""
     batch: int | None = None
@@ -82,6 +101,9 @@ class TrainConfig:
     """A text file or a folder of them, read as bytes. Left out: the Python standard library's own sources."""
     held_out: int = 0
     """Batches of held-out samples (the last twentieth of the text) to evaluate after the last step."""
+    trace: int | None = None
+    """A step to record, counted from 1: when every action of every rank began and ended, on one clock, into trace.json of the run
+    folder, which `phalanx schedule --run` shows. Left out: none."""
     out: Path | None = None
     """Run folder: config.yaml and metrics.jsonl, which replace older ones there. Left out: a new folder under runs/."""
     watch: bool | None = None
@@ -113,13 +135,22 @@ class TrainConfig:
             layout["residual_seq"] = "tp"
         return layout
 
+    def storage(self) -> Storage | None:
+        """What --zero and its axes ask for."""
+        if not self.zero:
+            return None
+        axes = self.parsed_layout(("batch",)).get("batch", ()) if self.zero_axes is None else tuple(self.zero_axes.split("+"))
+        return Storage(self.zero, (axes,) if isinstance(axes, str) else axes, by_microbatch=False, prefetch=self.prefetch)
+
     def check(self) -> None:
         """Raise ValueError for what can be known to be wrong before any rank starts."""
         mesh = self.parsed_mesh()
-        for name in ("steps", "microbatches", "batch", "seq"):
+        for name in ("steps", "microbatches", "batch", "seq", "chunks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it is a number of at least 1")
+        if self.trace is not None and not 1 <= self.trace <= self.steps:
+            raise ValueError(f"trace is {self.trace}; it is one of the steps 1 to {self.steps}")
         layout = self.parsed_layout(("batch", "residual_seq"))
         self._check_every_axis_is_used(mesh)
         axes = layout.get("batch", ())
@@ -130,10 +161,39 @@ class TrainConfig:
                 f"batch {self.batch} does not divide into {self.microbatches} microbatches over {ranks} data ranks; "
                 f"{parts * max(1, self.batch // parts)} or another multiple of {parts} does"
             )
+        self._check_storage(mesh)
+        self.check_schedule()
+        if self.precision is not None and self.dtype != "float32":
+            raise ValueError(f"precision {self.precision} computes from float32 parameters; they are to be {self.dtype}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it is a probability of at least 0 and below 1")
         if self.optimizer.lr <= 0:
             raise ValueError(f"optimizer.lr is {self.optimizer.lr}; it is above 0")
+
+    def check_schedule(self) -> None:
+        """Raise ValueError if the schedule does not exist or does not take these numbers."""
+        from phalanx.schedule.pipeline import compute_order
+
+        if self.schedule != "auto":
+            compute_order(self.schedule, self.parsed_mesh().extent(("pp",)), self.microbatches, self.chunks)
+
+    def _check_storage(self, mesh: Mesh) -> None:
+        """--zero divides over axes whose ranks hold the same parameters: those that split the batch."""
+        if self.zero_axes is not None and not self.zero:
+            raise ValueError(f"zero_axes is {self.zero_axes!r}, but zero is 0: nothing is divided")
+        storage = self.storage()
+        placed = self.parsed_layout(("batch",)).get("batch", ())
+        batch = (placed,) if isinstance(placed, str) else placed
+        for axis in storage.axes if storage else ():
+            if axis not in mesh.names:
+                raise ValueError(f"zero_axes has {axis!r}; mesh {self.mesh!r} has {closest(axis, mesh.names)}")
+            if axis not in batch:
+                raise ValueError(
+                    f"zero_axes has {axis!r}, whose ranks hold different parameters or compute the same: the axes that split the "
+                    f"batch are {', '.join(batch) or 'none'}"
+                )
+        if storage and self.zero_axes is None and not batch:
+            raise ValueError(f"zero {self.zero} divides over data ranks, but no axis of mesh {self.mesh!r} splits the batch")
 
     def _check_every_axis_is_used(self, mesh: Mesh) -> None:
         """Ranks along an axis that splits nothing would all do the same work."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from phalanx.train.batches import Batches
 from phalanx.train.config import TrainConfig, dump
 from phalanx.train.metrics import Recorder, StepMetrics, tell, traffic_lines
 from phalanx.train.models import build
+from phalanx.train.trace import tracing
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
     here.ledger.start()
     with Recorder(config.steps, folder, console) as recorder:
         for number in range(config.steps):
-            began = time.perf_counter()
-            out = step(batches.training(number), local=batches.is_local)
-            seconds = time.perf_counter() - began
+            with tracing(step, world, number + 1, folder) if number + 1 == config.trace else nullcontext():
+                began = time.perf_counter()
+                out = step(batches.training(number), local=batches.is_local)
+                seconds = time.perf_counter() - began
             recorder.record(
                 StepMetrics(
                     step=number + 1,
@@ -90,6 +93,8 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
         held_out = sum(part.loss * part.tokens for part in parts) / sum(part.tokens for part in parts)
     summary = Summary(recorder.first, recorder.last, totals, held_out, folder)
     if console is not None:
+        if config.trace is not None:
+            tell(console, f"step {config.trace} is recorded; `phalanx schedule --run {folder}` shows it")
         for line in closing_lines(summary, config.steps):
             tell(console, line)
     return summary

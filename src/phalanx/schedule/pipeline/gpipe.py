@@ -9,7 +9,7 @@ from phalanx.schedule.pipeline.order import Order, Step
 
 
 def gpipe(pp: int, microbatches: int) -> Order:
-    """Stage r on coordinate r."""
+    """Stage r on coordinate r. Any number of microbatches works."""
     return Order(
         host=tuple(range(pp)),
         ranks=tuple(
