@@ -119,7 +119,7 @@ def line_marked(mark: str) -> int:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mesh": phx.Mesh(pp=3)}, r"3 pipeline stages need at least 3 blocks, but the model has 2"),
+        ({"mesh": phx.Mesh(pp=5)}, r"5 pipeline stages need at least as many segments and at least 1 stage; there are 4"),
         ({"microbatches": 3}, r"'tokens' of shape \(8, 4\) does not split into 3 microbatches; 2 or 4 would"),
         ({"microbatches": 8}, r"dimension 0 \(batch\) of size 1 in one microbatch does not divide over dp of 2 ranks; 1 would"),
         ({"microbatches": 0}, r"microbatches is 0; it is a whole number of at least 1"),

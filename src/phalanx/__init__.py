@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.run.initialize import deferred_init, materialize
     from phalanx.run.optimizer import adamw, sgd
     from phalanx.run.step import Step, parallelize, shard
+    from phalanx.run.torch_optimizer import optimizer
     from phalanx.spec import Spec
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "init",
     "local",
     "materialize",
+    "optimizer",
     "parallelize",
     "sgd",
     "shard",
@@ -46,6 +48,7 @@ _HOMES = {
     "local": "comm.local",
     "materialize": "run.initialize",
     "parallelize": "run.step",
+    "optimizer": "run.torch_optimizer",
     "sgd": "run.optimizer",
     "shard": "run.step",
 }

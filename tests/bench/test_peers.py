@@ -49,6 +49,9 @@ def test_peak_is_of_what_is_alive_at_once() -> None:
         assert tracker.live_bytes() == 3000
         c.untyped_storage().resize_(0)
         assert tracker.live_bytes() == 1000
+        c.untyped_storage().resize_(8000)  # as FSDP2 fills it again: no operator sees that, but the next one on it
+        c.zero_()
+        assert tracker.peak_bytes == 9000
 
 
 def test_shared_memory_counts() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.mesh import Mesh
 from phalanx.run.executor import Executor
-from phalanx.run.optimizer import SGD, AdamW, Config, Constant, Cosine, Linear, groups
+from phalanx.run.optimizer import SGD, AdamW, Config, Constant, Cosine, Group, Linear, groups
 
 from . import hand_made
 
@@ -110,10 +110,10 @@ def test_state_goes_over_to_another_layout() -> None:
 def test_decay_is_decided_on_names_and_global_shapes() -> None:
     made = hand_made.program(Mesh(), 1)
     default = groups(AdamW(weight_decay=0.3), made)
-    assert default["blocks.0.weight"] == 0.3 and default["blocks.0.bias"] == 0.0
-    assert set(groups(AdamW(weight_decay=0.3, no_decay=()), made).values()) == {0.3}
+    assert default["blocks.0.weight"] == Group(1e-3, 0.3) and default["blocks.0.bias"] == Group(1e-3, 0.0)
+    assert set(groups(AdamW(weight_decay=0.3, no_decay=()), made).values()) == {Group(1e-3, 0.3)}
     by_alias = groups(AdamW(weight_decay=0.3, no_decay=("head.*",)), made)
-    assert by_alias["embed.weight"] == 0.0 and by_alias["blocks.0.bias"] == 0.3
+    assert by_alias["embed.weight"] == Group(1e-3, 0.0) and by_alias["blocks.0.bias"] == Group(1e-3, 0.3)
     with pytest.raises(ValueError, match="matches none"):
         groups(AdamW(no_decay=("nothing.*",)), made)
 

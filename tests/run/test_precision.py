@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -84,9 +83,6 @@ def test_only_float16_is_scaled() -> None:
 
 # A step
 
-integrated = pytest.mark.skipif(
-    "loss_scale" not in inspect.signature(phx.parallelize).parameters, reason="parallelize has no loss_scale yet"
-)
 MICROBATCHES, MAX_NORM, LR = 2, 0.5, 0.1
 NAMES = {"*.up_proj.weight": "mlp embed", "*.up_proj.bias": "mlp", "*.down_proj.weight": "embed mlp"}
 # Ranks round sums over their part of a batch or a width to bfloat16 (2^-9) or float16 (2^-12) where one process rounds the whole:
@@ -175,7 +171,6 @@ def run(step: phx.Step, numbers: Sequence[int]) -> Trained:
     return result
 
 
-@integrated
 @pytest.mark.parametrize(("precision", "initial"), [("bf16", None), ("fp16", 2.0**16)])
 def test_on_one_rank_every_bit_is_that_of_one_process(precision: str, initial: float | None) -> None:
     expected = one_process(precision, 4, initial or 1.0, math.inf)
@@ -188,7 +183,6 @@ def test_on_one_rank_every_bit_is_that_of_one_process(precision: str, initial: f
         assert torch.equal(found.weights[name], x), name
 
 
-@integrated
 @pytest.mark.filterwarnings("ignore:replicated")
 @pytest.mark.parametrize(
     ("mesh", "precision", "initial"),
@@ -203,7 +197,6 @@ def test_a_mesh_changes_roundings_only(mesh: str, precision: str, initial: float
         assert float((found.weights[name] - x).abs().max()) < CLOSE[precision], name
 
 
-@integrated
 def test_masters_start_from_what_the_user_gave() -> None:
     """And go back to it: neither is rounded to what is computed with, under ZeRO as without."""
     given = {name: p.detach() for name, p in model().named_parameters()}
@@ -216,7 +209,6 @@ def test_masters_start_from_what_the_user_gave() -> None:
                 assert x.dtype == torch.float32 and torch.equal(x, given[name]), name
 
 
-@integrated
 @pytest.mark.filterwarnings("ignore:replicated")
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2"])
 def test_overflows_are_skipped_until_the_scale_fits(mesh: str) -> None:
@@ -247,7 +239,6 @@ def tiny_loss(outputs: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor
     return total * 1e-7, count
 
 
-@integrated
 def test_gradients_that_would_vanish_survive() -> None:
     """float16 ends at 6e-8. Scaled they come back as those of the loss, before clipping; without a scale most are zero."""
     found, norms = {}, {}
@@ -269,7 +260,6 @@ def test_gradients_that_would_vanish_survive() -> None:
     assert int((joined[1.0] == 0).sum()) > joined[1.0].numel() / 2 > int((joined[2.0**24] == 0).sum())
 
 
-@integrated
 def test_what_a_smaller_scale_does_not_cure_is_an_error() -> None:
     with phx.local(phx.Mesh(dp=2)) as world:
         step = start(world, "fp16", 2.0)
@@ -283,7 +273,6 @@ def test_what_a_smaller_scale_does_not_cure_is_an_error() -> None:
         assert not step(batch(0)).skipped
 
 
-@integrated
 def test_a_bfloat16_step_is_never_skipped() -> None:
     with phx.local(phx.Mesh()) as world:
         step = start(world, "bf16")

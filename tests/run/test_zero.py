@@ -134,7 +134,7 @@ def test_any_prefetch_and_any_room(prefetch: int, keep: int | None) -> None:
                 held.remove(action.segment or 0)
             most = max(most, len(held))
 
-    assert_equal(trained(phx.Mesh(dp=2), DP, look, zero=Storage(3, ("dp",), prefetch, keep)), reference())
+    assert_equal(trained(phx.Mesh(dp=2), DP, look, zero=Storage(3, ("dp",), prefetch=prefetch, keep=keep)), reference())
     assert most == (5 if keep else prefetch + 1)
 
 

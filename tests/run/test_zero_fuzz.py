@@ -10,7 +10,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -124,6 +124,7 @@ class Case:
         family = "llama" if rng.random() < 0.2 else "net"
         hidden, inner = rng.choice((8, 20, 24)), rng.choice((3, 8, 13)) * tp * 2
         tied = rng.random() < 0.5
+        embeddings = ("embed*", "head*") if tied else ("embed*",)
         return cls(
             seed=seed,
             mesh=mesh,
@@ -140,8 +141,8 @@ class Case:
             tied=tied,
             bias=rng.random() < 0.5,
             sequence_parallel=sp,
-            frozen=rng.choice(((), (), (), ("embed*", *(("head*",) if tied else ())), ("layers.0.*",), ("*norm*",), ("embed*", "layers.0.*"))),
-            groups=rng.choice(({}, {}, {"layers.1.*" if stages > 1 else "*norm.weight": {"lr": 3e-2, "weight_decay": 0.3}})),
+            frozen=rng.choice(((), (), (), embeddings, ("layers.0.*",), ("*norm*",), (*embeddings, "layers.0.*"))),
+            groups=rng.choice(({}, {}, {"*norm.weight": {"weight_decay": 0.3}})),
             max_norm=rng.choice((None, 0.1)),
             recompute=rng.choice(("none", "none", "selective", "full")),
         )  # fmt: skip
@@ -179,8 +180,9 @@ def model_of(case: Case) -> nn.Module:
     torch.manual_seed(case.seed)
     vocab, hidden, inner = case.sizes
     if case.family == "llama":
-        config = LlamaConfig(vocab=vocab, hidden=hidden, inner=inner, layers=case.layers, heads=4, kv_heads=2, tied=case.tied)
-        made: nn.Module = Llama(config).double()
+        heads = 2 if hidden % 8 else 4
+        config = LlamaConfig(vocab=vocab, hidden=hidden, inner=inner, layers=case.layers, heads=heads, kv_heads=heads // 2)
+        made: nn.Module = Llama(replace(config, tied=case.tied)).double()
     else:
         made = Net(vocab, hidden, inner, case.layers, case.tied, case.bias).double()
     for name, parameter in made.named_parameters():

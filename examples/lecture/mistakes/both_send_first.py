@@ -50,7 +50,7 @@ def view() -> View:
 
 def schedule(*lists: str) -> Schedule:
     """Lists of actions, one for each rank, as a Schedule: `SEND_F0.1` sends what segment 0 made of micro-batch 1."""
-    values, ranks = Values.of(view(), (0, 1), MICROBATCHES), []
+    values, ranks = Values.of(view(), ((0, 1),), MICROBATCHES), []
     for at, actions in enumerate(lists):
         steps = [action(at, *re.fullmatch(r"([A-Z_]+)(\d+)\.(\d+)", word).groups()) for word in actions.split()]  # type: ignore[union-attr]
         ranks.append(link(values, at, [count(view()), *steps, *finish()]))

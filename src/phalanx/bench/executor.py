@@ -22,7 +22,7 @@ from phalanx.comm.world import World
 from phalanx.derive.program import Graphs, Parameter, Program, Segment, SegmentClass, Source, Value
 from phalanx.mesh import Mesh
 from phalanx.run.executor import Executor
-from phalanx.run.optimizer import AdamW, Optimizer
+from phalanx.run.optimizer import AdamW, Group, Optimizer
 from phalanx.run.parameters import Parameters
 from phalanx.schedule import build, from_program
 from phalanx.spec import Spec
@@ -45,16 +45,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"  {kind:8} {each * 1e6:6.1f} us")
 
 
-def idle_executor(segments: int, microbatches: int, pp: int) -> Executor:
+def idle_executor(segments: int, microbatches: int, pp: int, device: torch.device | str = "cpu") -> Executor:
     """The executor of rank 0 of a Program whose segments do nothing, on wires that are always done."""
     mesh = Mesh(pp=pp)
-    program = empty_program(segments, microbatches, mesh)
-    world = World(mesh, 0, DryTransport(0, pp))
-    schedule = build(from_program(program), "1f1b", pp, microbatches)
-    parameters = Parameters(
-        program, world, schedule.places, lambda p: torch.ones(p.shape), dict.fromkeys(program.parameters, 0.0)
-    )
-    return Executor(program, schedule, world, parameters, Optimizer(AdamW(), parameters))
+    with torch.device(device):
+        program = empty_program(segments, microbatches, mesh)
+        world = World(mesh, 0, DryTransport(0, pp), device=torch.device(device))
+        schedule = build(from_program(program), "1f1b", pp, microbatches)
+        alike = dict.fromkeys(program.parameters, Group(1e-3, 0.0))
+        parameters = Parameters(program, world, schedule.places, lambda p: torch.ones(p.shape), alike)
+        return Executor(program, schedule, world, parameters, Optimizer(AdamW(), parameters))
 
 
 def step_seconds(executor: Executor, microbatches: int, steps: int) -> float:

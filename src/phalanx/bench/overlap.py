@@ -79,18 +79,23 @@ def computing(seconds: float) -> Callable[[], None]:
 
 def timed(ways: dict[str, Callable[[], object]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Medians of the slower rank's seconds, and of the processor time of all threads of a rank, by way."""
-    samples: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for at in range(rounds + 2):
+    columns = {name: list(zip(*rows, strict=True)) for name, rows in sampled(ways, rounds).items()}
+    return tuple({name: statistics.median(rows[k]) for name, rows in columns.items()} for k in range(2))  # type: ignore[return-value]
+
+
+def sampled(ways: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[tuple[float, float]]]:
+    """By way and round, (seconds, processor time of all threads of a rank), of the rank where it is longer."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for at in range(warm_up + rounds):
         for name, way in ways.items():
             dist.barrier()
             start, used = time.perf_counter(), time.process_time()
             way()
             took = torch.tensor([time.perf_counter() - start, time.process_time() - used], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            if at >= 2:
-                samples[name].append(took.tolist())
-    columns = {name: list(zip(*rows, strict=True)) for name, rows in samples.items()}
-    return tuple({name: statistics.median(rows[k]) for name, rows in columns.items()} for k in range(2))  # type: ignore[return-value]
+            if at >= warm_up:
+                samples[name].append((float(took[0]), float(took[1])))
+    return samples
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def check_arguments(
         _check_loss(loss)
     if optimizer is not None and not isinstance(optimizer, Config):
         raise ValueError(
-            f"the optimizer is a {_kind(optimizer)}; it must be phx.adamw(...) or phx.sgd(...), which ranks apply to their shards "
+            f"the optimizer is a {_kind(optimizer)}; it must be phx.adamw(...), phx.sgd(...) or "
+            "phx.optimizer(torch.optim.X, ...), which ranks apply to their shards "
             f"(phx.shard takes any torch optimizer). The default is {AdamW()}"
         )
 

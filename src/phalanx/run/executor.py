@@ -27,6 +27,7 @@ from phalanx.run.non_finite import exits, first_in_forward
 from phalanx.run.optimizer import Optimizer
 from phalanx.run.origin import graph_origin
 from phalanx.run.parameters import Parameters
+from phalanx.run.precision import LossScale
 from phalanx.schedule.actions import Action, Schedule
 from phalanx.schedule.lower import forward_only
 from phalanx.schedule.view import from_program
@@ -43,6 +44,8 @@ class Out:
     tokens: int
     lr: float
     """Learning rate that this step used."""
+    skipped: bool = False
+    """True if the gradients overflowed under the loss scale: nothing was updated, and the next step has a smaller one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Executor:
 
     seed       of dropout
     max_norm   gradients are scaled down to this global norm, as torch.nn.utils.clip_grad_norm_ does; None never scales
+    loss_scale  where it starts; None for dtypes that need none
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Executor:
         *,
         max_norm: float | None = None,
         seed: int = 0,
+        loss_scale: LossScale | None = None,
     ) -> None:
         if schedule.microbatches != program.microbatches:
             raise ValueError(f"the schedule has {schedule.microbatches} microbatches, the Program {program.microbatches}")
@@ -81,6 +86,7 @@ class Executor:
         self.actions = schedule.ranks[at]
         self._forward_actions = forward_only(schedule, from_program(program, schedule.storage)).ranks[at]
         self._seed = seed
+        self.loss_scale = loss_scale
         self.record = False
         """Whether steps append to `events`."""
         self.events: list[Event] = []
@@ -96,6 +102,7 @@ class Executor:
         self._step = 0
         self._result: tuple[float, float, int] = (0.0, 0.0, 0)
         self._lr, self._scale = 0.0, 1.0
+        self._skipped = False
 
     @property
     def step_number(self) -> int:
@@ -112,14 +119,16 @@ class Executor:
 
         Raises ValueError for a batch that does not fit, and FloatingPointError, on every rank and before any parameter changes,
         if the loss or a gradient is not finite. It names the step, counted from 1 as people do, and the first such tensor.
+        Under a loss scale that can still fall such a step is skipped instead.
         """
         self._parts = microbatches(batch, self.program, self.world, local=local)
         self._training.start(self._step, self._parts)
+        self._training.machine.loss_scale = self._factor
         self.parameters.begin()
         self._run(self._training)
         self._step += 1
         loss, norm, tokens = self._result
-        return Out(loss, norm, tokens, self._lr)
+        return Out(loss, norm, tokens, self._lr, self._skipped)
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor], quiet: Program | None = None, *, local: bool = False) -> Evaluation:
@@ -249,15 +258,26 @@ class Executor:
         if not math.isfinite(loss + square):
             # Chunks of the norm overflow long before float64 does: look again before calling it infinite.
             loss, square, tokens = self._add_up([self._loss(self._training), parameters.squared_norm(exact=True)], count)
-        if not math.isfinite(loss + square):
+        self._skipped = not math.isfinite(loss + square)
+        if self._skipped and (self.loss_scale is None or self.loss_scale.is_smallest):
             raise FloatingPointError(f"step {self._step + 1}: {self._first_non_finite()}; no parameter was changed")
-        self._result = loss / tokens, math.sqrt(square), int(tokens)
+        self._result = loss / tokens, math.sqrt(square) / self._factor, int(tokens)
 
     def _opt(self) -> None:
-        norm = self._result[1]
-        # torch's clip_grad_norm_ adds 1e-6 as well.
-        self._scale = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
-        self._lr = self.optimizer.update(self._scale)
+        norm, factor = self._result[1], self._factor
+        if self._skipped:
+            self._scale, self._lr = factor, self.optimizer.lr
+        else:
+            # torch's clip_grad_norm_ adds 1e-6 as well.
+            self._scale = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+            self._lr = self.optimizer.update(self._scale / factor)
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.update(not self._skipped)
+
+    @property
+    def _factor(self) -> float:
+        """What this step's loss and gradients are multiplied by."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:

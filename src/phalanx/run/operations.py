@@ -69,6 +69,8 @@ class Machine:
         """Sends that nobody waits for by name, oldest first."""
         self.pool = Pool(world.device)
         self.count_handle: Handle | None = None
+        self.loss_scale = 1.0
+        """What the seed of the backward is multiplied by."""
         self.pipe: Group | None = world.group("pp") if world.mesh.extent(("pp",)) > 1 else None
 
     def reset(self, transient: Sequence[int]) -> None:
@@ -326,10 +328,10 @@ def counted(machine: Machine, total: int) -> Tensor:
 
 
 def seed(machine: Machine, total: int, target: int, dtype: torch.dtype) -> Operation:
-    """The gradient that the loss sum starts the backward with: 1/count."""
+    """The gradient that the loss sum starts the backward with: 1/count, times the loss scale."""
 
     def run() -> None:
-        machine.slots[target] = counted(machine, total).double().reciprocal().to(dtype)
+        machine.slots[target] = (machine.loss_scale / counted(machine, total).double()).to(dtype)
 
     return run
 

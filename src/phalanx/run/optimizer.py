@@ -154,9 +154,6 @@ class Group:
     options: tuple[tuple[str, float], ...] = ()
     """Other options of a torch optimizer in which they differ, by name."""
 
-    def __float__(self) -> float:
-        return float(self.weight_decay)
-
 
 def check_numbers(lr: float, weight_decay: float, groups: Groups, allowed: Sequence[str] = ("lr", "weight_decay")) -> None:
     """Raise ValueError for a rate or decay below 0, and for an option of a group that is not `allowed`."""
@@ -199,8 +196,9 @@ def _named(parameter: Parameter, pattern: str) -> bool:
 
 @dataclass
 class _Group:
-    """Ranges with one weight decay and one dtype, as the lists that one fused call takes."""
+    """Ranges of one Group and one dtype, as the lists that one fused call takes."""
 
+    lr: float
     weight_decay: float
     gradients: list[Tensor]
     weights: list[Tensor]
@@ -223,17 +221,19 @@ class Optimizer:
             for moment in config.moments
         }
         self._fused = device.type in _get_fused_kernels_supported_devices()
-        by_kind: dict[tuple[float, torch.dtype], list[Range]] = {}
+        by_kind: dict[tuple[Group, torch.dtype], list[Range]] = {}
         for found in parameters.updates:
-            by_kind.setdefault((float(found.group), found.unit.accumulator), []).append(found)  # type: ignore[arg-type]
+            assert isinstance(found.group, Group)
+            by_kind.setdefault((found.group, found.unit.accumulator), []).append(found)
         self._groups = [
             _Group(
-                decay,
+                group.lr,
+                group.weight_decay,
                 [found.gradient for found in ranges],
                 [found.weights for found in ranges],
                 {moment: [found.of(buffers[found.unit]) for found in ranges] for moment, buffers in self.state.items()},
             )
-            for (decay, _), ranges in by_kind.items()
+            for (group, _), ranges in by_kind.items()
         ]
 
     @property
@@ -243,7 +243,7 @@ class Optimizer:
 
     def update(self, scale: float = 1.0) -> float:
         """Apply one step with the gradients times `scale`, below 1 when they are clipped. Returns the learning rate it used."""
-        lr = self.lr
+        lr, rate = self.lr, self.config.rate(self.steps)
         self.steps += 1
         self._step.fill_(self.steps)
         for group in self._groups:
@@ -251,9 +251,9 @@ class Optimizer:
             if scale != 1.0:
                 torch._foreach_mul_(gradients, scale)
             if isinstance(self.config, AdamW):
-                self._adamw(self.config, group, gradients, lr)
-            else:
-                self._sgd(self.config, group, gradients, lr)
+                self._adamw(self.config, group, gradients, group.lr * rate)
+            elif isinstance(self.config, SGD):
+                self._sgd(self.config, group, gradients, group.lr * rate)
         self.parameters.updated()
         return lr
 

@@ -26,9 +26,11 @@ from phalanx.run.arguments import check_arguments, check_batch, warn_of_losses
 from phalanx.run.executor import Evaluation, Executor, Out
 from phalanx.run.gather import check_equal
 from phalanx.run.initialize import initial_shard
-from phalanx.run.optimizer import AdamW, Config, Optimizer, groups
+from phalanx.run.optimizer import AdamW, Config, groups
 from phalanx.run.own_loop import Sharded, shard
 from phalanx.run.parameters import Parameters
+from phalanx.run.precision import LossScale, scale_for
+from phalanx.run.torch_optimizer import optimizer_of
 from phalanx.run.values import initial_values, real_tensors
 from phalanx.schedule import build, from_program
 from phalanx.schedule.actions import Schedule, Storage
@@ -55,6 +57,7 @@ def parallelize(
     chunks: int | None = None,
     zero: int | Storage = 0,
     precision: Precision | None = None,
+    loss_scale: LossScale | None = None,
     reduce_dtype: torch.dtype | None = None,
     compile: bool = False,
     max_norm: float | None = None,
@@ -73,13 +76,14 @@ def parallelize(
     names      pattern of a parameter, input or `module:out` to the names of its dimensions: {"*.up_proj.weight": "mlp embed"}
     layout     name of a dimension to the mesh axis (or axes, the major first) that splits it, as in {"mlp": "tp"}
     loss       (outputs, batch) to (sum, count) of the loss; None if the model returns its mean cross entropy itself
-    optimizer  phx.adamw(...) (the default) or phx.sgd(...)
+    optimizer  phx.adamw(...) (the default), phx.sgd(...) or phx.optimizer(torch.optim.X, ...)
     schedule   name of a pipeline schedule, or a Schedule of one's own, which is proved free of deadlock like any other
     chunks     stages of each rank, for schedules that take any number of them
     zero       1, 2 or 3: data ranks store the optimizer's state, and the gradients, and the parameters, once between them. A Storage
                says over which axes (the others hold copies), and how far ahead parameters are gathered. A Schedule of one's own
                has its storage already
     precision  "bf16" or "fp16": compute in it, from float32 parameters that are kept and updated
+    loss_scale  of "fp16": where it starts and how it moves; a LossScale() if None
     reduce_dtype  dtype in which gradients travel between ranks; None: that in which they accumulate, float32 or wider
     compile    put what lies between the collectives of each class of segments through Inductor, once for all equal segments
     recompute  what the backward makes again instead of keeping: "none", "selective", "full", the most bytes that a segment may save
@@ -95,6 +99,7 @@ def parallelize(
     """
     check_arguments(model, world, example=example, names=names, layout=layout, loss=loss, optimizer=optimizer)
     config = optimizer if optimizer is not None else AdamW()
+    scale = scale_for(precision, loss_scale)
     if prepare is None and hf.is_hf_model(model):
         prepare = hf.capture_context
     local = isinstance(world, LocalWorld)
@@ -119,7 +124,9 @@ def parallelize(
             check_equal(real_tensors(model), rank)
         values = initial_values(model, rank, seed)
         parameters = Parameters(program, rank, planned.places, values, decay, planned.storage, reduce_dtype)
-        return Executor(program, planned, rank, parameters, Optimizer(config, parameters), max_norm=max_norm, seed=seed)
+        return Executor(
+            program, planned, rank, parameters, optimizer_of(config, parameters), max_norm=max_norm, seed=seed, loss_scale=scale
+        )
 
     return Step(model, world, program, planned, _on_ranks(world, executor), seed)
 
@@ -211,15 +218,20 @@ class Step:
         self._each(load)
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """Global moments as `name/moment`, and the number of updates, on every rank."""
-        return self._each(lambda executor: executor.optimizer.state_dict())[0]
+        """Global moments as `name/moment`, the number of updates and the loss scale, on every rank."""
+        state = self._each(lambda executor: executor.optimizer.state_dict())[0]
+        scale = self.executors[0].loss_scale
+        return state if scale is None else {**state, **scale.state_dict()}
 
     def load_optimizer_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what `optimizer_state_dict` returned on any layout, and go on at its step."""
 
         def load(executor: Executor) -> None:
             executor.optimizer.load_state_dict(state)
-            executor.seek(executor.optimizer.steps)
+            if executor.loss_scale is not None:
+                executor.loss_scale = executor.loss_scale.loaded(state)
+            skipped = 0 if executor.loss_scale is None else executor.loss_scale.skipped
+            executor.seek(executor.optimizer.steps + skipped)
 
         self._each(load)
 

@@ -162,7 +162,7 @@ def _called(key: Key) -> str:
 def _wanted(values: Values, at: int, split: set[tuple[int | None, int | None]]) -> list[Key]:
     view = values.view
     wanted: list[Key] = [("COUNT", None, None, None), ("NORM", None, None, None), ("OPT", None, None, None)]
-    wanted += [("REDUCE", k, None, None) for k in values.reductions if at in values.places[k]]
+    wanted += [("REDUCE", k, j, None) for k in values.reductions if at in values.places[k] for j in values.reduced_at(k, at)]
     for copy, place in enumerate(values.chains):
         mine = [j for j in range(values.microbatches) if j * len(values.chains) // values.microbatches == copy]
         for k in [k for k, host in enumerate(place) if host == at]:

@@ -109,8 +109,9 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
             rows += _sends(program, segment, sent)
         for graph in backward:
             rows += _graph(program, segment, origin, graph, "backward", m)
-        if segment.index in reduce:
-            for part in reduce[segment.index].parts:
+        if k in reduce:
+            times = sum(a.kind == "REDUCE" and a.segment == k for a in schedule.ranks[schedule.places[k][0]])
+            for part in reduce[k].parts:
                 for op, axes, size in part.calls(program.mesh):
                     axis = "+".join(axes)
                     why = f"the gradients of {_some(part.parameters)} are partial sums over {axis}"
@@ -118,7 +119,9 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
                         why += ", and each rank keeps its slice"
                     if part.coordinates:
                         why = f"{_some(part.parameters)} is shared by the stages on pp {', '.join(map(str, part.coordinates))}"
-                    rows.append(Row(segment.name, segment.name, "backward", op, axis, size, 1, f"REDUCE: {why}"))
+                    # What stages share is summed over them once, whatever came together before.
+                    number = 1 if part.coordinates else times
+                    rows.append(Row(segment.name, segment.name, "backward", op, axis, size, number, f"REDUCE: {why}"))
     if program.mesh.size > 1:
         why = "NORM: loss, gradient norm and count to every rank, which all see if one of them is not finite"
         rows.append(Row("step", "step", "backward", "all_reduce", "world", NORM_BYTES, 1, why))

@@ -139,8 +139,12 @@ class TrainConfig:
         """What --zero and its axes ask for."""
         if not self.zero:
             return None
-        axes = self.parsed_layout(("batch",)).get("batch", ()) if self.zero_axes is None else tuple(self.zero_axes.split("+"))
-        return Storage(self.zero, (axes,) if isinstance(axes, str) else axes, by_microbatch=False, prefetch=self.prefetch)
+        axes = self._batch_axes() if self.zero_axes is None else tuple(self.zero_axes.split("+"))
+        return Storage(self.zero, axes, prefetch=self.prefetch)
+
+    def _batch_axes(self) -> tuple[str, ...]:
+        axes = self.parsed_layout(("batch", "residual_seq")).get("batch", ())
+        return (axes,) if isinstance(axes, str) else axes
 
     def check(self) -> None:
         """Raise ValueError for what can be known to be wrong before any rank starts."""
@@ -181,9 +185,7 @@ class TrainConfig:
         """--zero divides over axes whose ranks hold the same parameters: those that split the batch."""
         if self.zero_axes is not None and not self.zero:
             raise ValueError(f"zero_axes is {self.zero_axes!r}, but zero is 0: nothing is divided")
-        storage = self.storage()
-        placed = self.parsed_layout(("batch",)).get("batch", ())
-        batch = (placed,) if isinstance(placed, str) else placed
+        storage, batch = self.storage(), self._batch_axes()
         for axis in storage.axes if storage else ():
             if axis not in mesh.names:
                 raise ValueError(f"zero_axes has {axis!r}; mesh {self.mesh!r} has {closest(axis, mesh.names)}")

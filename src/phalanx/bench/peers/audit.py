@@ -90,6 +90,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.groups: set[str] = set()
         self._outside: dict[int, weakref.ref[Storage]] = {}
         self._alive: dict[int, weakref.ref[Storage]] = {}
+        self._sizes: dict[int, int] = {}
         for storage in live_storages():
             _remember(storage, self._outside)
 
@@ -112,10 +113,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(("c10d::", "_c10d_functional::")) and name not in NO_CALLS:
             self._count(name, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter):
-                self._follow(x.untyped_storage())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        touched = [x for x in tree_leaves((args, kwargs, result)) if type(x) in (Tensor, nn.Parameter)]
+        # Only a storage that is new, or has another size than when it was last seen, can raise the peak.
+        if sum(self._follow(x.untyped_storage()) for x in touched):
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return result
 
     def _count(self, name: str, args: Any, kwargs: Any) -> None:
@@ -127,9 +128,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls[dist.get_backend(group)] += 1
         self.groups.add(group.group_name)
 
-    def _follow(self, storage: Storage) -> None:
-        if storage._cdata not in self._outside and storage.device.type != "meta":
-            _remember(storage, self._alive)
+    def _follow(self, storage: Storage) -> bool:
+        """Whether it is new or has another size."""
+        key = storage._cdata
+        if key in self._outside or storage.device.type == "meta":
+            return False
+        size = storage.nbytes()
+        if key in self._alive and self._sizes.get(key) == size:
+            return False
+        self._sizes[key] = size
+        _remember(storage, self._alive)
+        return True
 
 
 def _remember(storage: Storage, where: dict[int, weakref.ref[Storage]]) -> None:
