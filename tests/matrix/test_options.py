@@ -10,15 +10,18 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
+import phalanx as phx
 from phalanx.comm.local import local
 from phalanx.mesh import Mesh
 from phalanx.run import step as entrance
 from phalanx.run.step import Step
+from phalanx.schedule import Schedule
 from phalanx.schedule.pipeline import SCHEDULES
 from phalanx.train.assembly import parallel_step
 from phalanx.train.models import Model
@@ -154,3 +157,107 @@ def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], bound: 
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert relative_error(x, found[name], NEGLIGIBLE["float64"] * largest) <= bound, name
+
+
+PIPELINES = [
+    Options(model=model, mesh=mesh, schedule=name, microbatches=4, recompute=recompute)
+    for (model, recompute), mesh, name in itertools.product(
+        (("mlp", "none"), ("llama", "full"), ("gpt2", "selective")), ("pp=2", "pp=4"), SCHEDULES
+    )
+    if name != "dualpipe" or mesh == "pp=2"
+]
+ROUNDED = [
+    Options(model=model, mesh=mesh, microbatches=2, tied=model != "mlp", zero=zero, recompute=recompute)
+    for (model, recompute), (mesh, zero) in itertools.product(
+        (("mlp", "full"), ("llama", "none"), ("gpt2", "selective")), (("dp=2", 0), ("dp=2", 3), ("tp=2", 0), ("pp=2,dp=2", 2))
+    )
+]
+A_STEP_APART = 2**-5
+"""Between two ways to compute a bfloat16 gradient, relative to the largest of the tensor. Numbers are rounded to 2^-9 of their size:
+each of some ten operators between a gradient and the loss once, and a partial sum once on each rank."""
+
+
+class Bf16(NamedTuple):
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def in_bf16(case: Options) -> tuple[Bf16, Schedule]:
+    """Two steps from float32 parameters; without clipping, whose norm is a sum of ranks."""
+    model = model_of(case)
+    module = module_of(model).float()
+    made = list(batches(model, config_of(case)))[:2]
+    made = [{name: x.float() if x.is_floating_point() else x for name, x in batch.items()} for batch in made]
+    with local(Mesh.parse(case.mesh), rendezvous=True) as world:
+        step = phx.parallelize(
+            module, world, example=made[0], names=model.names, layout=config_of(case).parsed_layout(model.dimensions),
+            loss=model.loss, optimizer=phx.adamw(eps=1e-3), microbatches=case.microbatches, schedule=case.schedule,
+            zero=case.zero, recompute=case.recompute, precision="bf16",
+        )  # fmt: skip
+        losses, gradients = [], {}
+        for batch in made:
+            losses.append(step(batch).loss)
+            gradients = gradients or step.gradients()
+        return Bf16(losses, gradients, step.state_dict()), step.schedule
+
+
+@functools.cache
+def alone_in_bf16(model: str, tied: bool, stages: str, schedule: str, microbatches: int) -> Bf16:
+    """One rank; mesh and schedule say only how many layers there are."""
+    case = Options(model=model, mesh=stages, schedule=schedule, tied=tied, microbatches=microbatches)
+    return in_bf16(Alone(**asdict(case) | {"mesh": "", "schedule": "1f1b", "wanted": case.layers}))[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(Options):
+    wanted: int
+
+    @property
+    def layers(self) -> int:
+        return self.wanted
+
+
+def accumulates_in_order(schedule: Schedule) -> bool:
+    """Whether each segment's gradients are added up microbatch by microbatch, as they are on one rank."""
+    for actions in schedule.ranks:
+        order: dict[int | None, list[int]] = {}
+        for action in actions:
+            if action.kind in ("B", "W"):
+                order.setdefault(action.segment, []).append(action.microbatch or 0)
+        if any(found != list(range(schedule.microbatches)) for found in order.values()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "case",
+    marked(PIPELINES, [case for case in PIPELINES if case.model == "mlp" and case.mesh == "pp=2"]),
+)
+def test_bf16_in_a_pipeline_is_that_of_one_rank(case: Options) -> None:
+    """Bit by bit, where gradients are added in the order of microbatches: in every schedule but one. DualPipe's two copies of the
+    model add up half of the microbatches each, so there two float32 sums differ by their rounding."""
+    found, schedule = in_bf16(case)
+    expected = alone_in_bf16(case.model, case.tied, case.mesh, case.schedule, case.microbatches)
+    assert accumulates_in_order(schedule) == (case.schedule != "dualpipe")
+    assert found.losses[0] == expected.losses[0]
+    if case.schedule == "dualpipe":
+        for name, x in expected.gradients.items():
+            assert relative_error(x, found.gradients[name]) <= 4 * 2**-24, name
+        return
+    assert found.losses == expected.losses
+    for these, those in ((found.gradients, expected.gradients), (found.weights, expected.weights)):
+        assert these.keys() == those.keys()
+        assert [name for name, x in those.items() if not torch.equal(these[name], x)] == []
+
+
+@pytest.mark.parametrize("case", marked(ROUNDED, [case for case in ROUNDED if case.model == "mlp"]))
+def test_bf16_on_other_meshes_differs_by_its_rounding(case: Options) -> None:
+    found, _ = in_bf16(case)
+    expected = alone_in_bf16(case.model, case.tied, case.mesh, case.schedule, case.microbatches)
+    assert abs(found.losses[0] / expected.losses[0] - 1) <= 2**-9
+    largest = max(x.abs().max().item() for x in expected.gradients.values())
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, x in expected.gradients.items():
+        assert x.dtype == found.gradients[name].dtype == torch.float32
+        assert relative_error(x, found.gradients[name], NEGLIGIBLE["bfloat16"] * largest) <= A_STEP_APART, name

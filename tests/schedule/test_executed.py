@@ -23,7 +23,7 @@ from phalanx.derive.program import Graphs, Program, SegmentClass
 from phalanx.event import Event
 from phalanx.mesh import Mesh
 from phalanx.run.executor import Executor
-from phalanx.run.optimizer import AdamW, Optimizer
+from phalanx.run.optimizer import AdamW, Optimizer, groups
 from phalanx.run.parameters import Parameters
 from phalanx.schedule import build, from_program
 from phalanx.schedule.actions import Action, Schedule
@@ -47,7 +47,6 @@ Times = tuple[float, float, float]
 def takes(name: str, pp: int, microbatches: int) -> bool:
     """DualPipe's two streams fill an even number of ranks."""
     return name != "dualpipe" or microbatches >= 2 * pp
-
 
 
 def sleeping(cls: SegmentClass, seconds: Mapping[str, float]) -> SegmentClass:
@@ -93,11 +92,11 @@ def sleeping_program(
 
 def recorded_steps(program: Program, schedule: Schedule, enough: Callable[[list[Event]], bool]) -> list[list[Event]]:
     """Events of all ranks of each step, until one is enough."""
-    decay = dict.fromkeys(program.parameters, 0.0)
+    config = AdamW()
 
     def made(world: World) -> Executor:
-        parameters = Parameters(program, world, schedule.places, lambda p: torch.ones(p.shape), decay)
-        return Executor(program, schedule, world, parameters, Optimizer(AdamW(), parameters))
+        parameters = Parameters(program, world, schedule.places, lambda p: torch.ones(p.shape), groups(config, program))
+        return Executor(program, schedule, world, parameters, Optimizer(config, parameters))
 
     def step(world: World, executor: Executor) -> list[Event]:
         executor.record = True

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", default="1gbit", help="of the link between the two namespaces")
     parser.add_argument("--quick", action="store_true", help="two rounds of the half of the layers")
     options = parser.parse_args(argv)
+    for way in options.ways.split(","):
+        storage(way)
     launched = launch_from(os.environ)
     if launched is None:
         apart([*(sys.argv[1:] if argv is None else argv)], options.rate)
@@ -145,7 +147,7 @@ class Floor:
     """What no way to carry out a list of actions avoids, from the seconds of its computation and of its communication alone."""
 
     unhideable_seconds: float
-    """Of what the first forward waits for, and of what is issued after the last backward."""
+    """What is left to send after the last backward, and what the first forward waits for: nothing computes meanwhile."""
     list_seconds: float
     """The list carried out with computation and wire that do not slow each other."""
 
@@ -205,7 +207,7 @@ class Measured:
         return float(statistics.median(step / limit(a, b) for a, b, step in zip(*parts, strict=True)))
 
     def lines(self) -> list[str]:
-        apart, burden = self.floor.unhideable_seconds, self.median("communication", 1)
+        left, burden = self.floor.unhideable_seconds, self.median("communication", 1)
         rows = []
         for part, samples in self.samples.items():
             spread = [seconds for seconds, _ in samples]
@@ -219,8 +221,8 @@ class Measured:
             f"{self.way}: {self.tape}",
             *rows,
             f"  step / max(both) {self.ratio(max):.3f}, / sum {self.ratio(lambda a, b: a + b):.3f}",
-            f"  unhideable {apart * 1e3:.1f} ms: step / max(computation + it, communication) "
-            f"{self.ratio(lambda a, b: max(a + apart, b)):.3f}",
+            f"  unhideable {left * 1e3:.1f} ms: step / max(computation + it, communication) "
+            f"{self.ratio(lambda a, b: max(a + left, b)):.3f}",
             f"  the list at best {self.floor.list_seconds * 1e3:.1f} ms: step / it {self.ratio(lambda a, b: self.floor.list_seconds):.3f}",
             f"  step / max(computation + the transport's processor time, communication) {self.ratio(lambda a, b: max(a + burden, b)):.3f}",
             f"  a step waited longest for: {stops or 'nothing'}",

@@ -66,7 +66,7 @@ def main(args: list[str]) -> int:
     model = build_model(config.model, config.dtype, dropout=config.dropout)
     config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
     program = derived_program(config, model, deferred_init(model.factory))
-    view = from_program(program, config.storage())
+    view = from_program(program, config.storage(), late=not config.barrier)
     schedule = build(view, config.schedule, view.pp, config.microbatches, config.chunks)
     report = check(schedule, view)
     explanation = explain(program, schedule)

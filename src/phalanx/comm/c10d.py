@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm import signature
-from phalanx.comm.lanes import CpuHandle, CudaHandle, Lane, new_event, new_stream
+from phalanx.comm.lanes import CpuHandle, CudaHandle, Lane, exchange, new_event, new_stream
 from phalanx.comm.reduction import reduced
 from phalanx.comm.rollcall import leave_word, roll_call
 from phalanx.comm.signature import Call
@@ -126,22 +126,38 @@ class C10dTransport(Transport):
             return self._issue(call, group, (out, x), lambda pg: _reduce_scatter(out, x, _REDUCE[op], group=pg, async_op=True))
         # On Gloo: an exchange of slices and a sum in rank order. It moves (n-1)/n of x, as a ring does, knows every dtype and
         # rounds the same way on every run.
-        got = torch.empty_like(x)
+        mine, terms = group.index(self.rank), list(x.detach().view(group.size, x.numel() // group.size))
+        sent = {at: _bytes(term) for at, term in enumerate(terms) if at != mine}
+        for at in sent:
+            terms[at] = torch.empty_like(terms[at])
 
         def finish() -> None:
-            out.copy_(reduced(got.tensor_split(group.size), op))
+            total = out.detach().view(-1)
+            if op == "sum" and len(terms) == 2 and total.dtype not in (torch.float16, torch.bfloat16):
+                torch.add(terms[0], terms[1], out=total)
+            else:
+                total.copy_(reduced(terms, op))
 
-        return self._issue(
-            call,
-            group,
-            (out, x, got),
-            lambda pg: dist.all_to_all_single(_bytes(got), _bytes(x), group=pg, async_op=True),
-            finish,
-        )
+        came = {at: _bytes(terms[at]) for at in sent}
+        return self._issue(call, group, (out, x, sent, came), lambda pg: exchange(pg, group, sent, came), finish)
 
     def all_gather(self, out: Tensor, x: Tensor, group: Group) -> Handle:
         call = signature.all_gather(out, x, group)
-        return self._issue(call, group, (out, x), lambda pg: _all_gather(self._raw(out), self._raw(x), group=pg, async_op=True))
+        if self.backend != "gloo":
+            return self._issue(
+                call, group, (out, x), lambda pg: _all_gather(self._raw(out), self._raw(x), group=pg, async_op=True)
+            )
+        # On Gloo: slices go from each to each and arrive in place. Its own call copies all of them twice more.
+        mine, piece = group.index(self.rank), _bytes(x)
+        rows = _bytes(out).view(group.size, piece.numel())
+
+        def start(pg: Any) -> Any:
+            if rows[mine].data_ptr() != piece.data_ptr():
+                rows[mine].copy_(piece)
+            others = [at for at in range(group.size) if at != mine]
+            return exchange(pg, group, dict.fromkeys(others, piece), {at: rows[at] for at in others})
+
+        return self._issue(call, group, (out, x), start)
 
     def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], group: Group) -> Handle:
         call = signature.all_to_all(outs, ins, group)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.comm.signature import Call
 from phalanx.comm.transport import Group
@@ -136,3 +138,23 @@ def new_stream(device: torch.device) -> Any:
 
 def new_event(timed: bool) -> Any:
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+
+
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+def exchange(pg: Any, group: Group, sent: Mapping[int, Tensor], came: Mapping[int, Tensor]) -> Works:
+    """Messages to and from group positions, all at once."""
+    coming = [dist.irecv(x, group.ranks[at], group=pg) for at, x in came.items()]
+    return Works([*coming, *(dist.isend(x, group.ranks[at], group=pg) for at, x in sent.items())])

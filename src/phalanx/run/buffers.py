@@ -1,7 +1,6 @@
 """Buffers that many units take turns in: gathered parameters, and gradients on their way to being scattered.
 
-A buffer may still be read by a communication when it is given back; it is taken again once that is complete. At most two of one
-size wait so: then the next to take one waits for the older, which bounds memory where links are slower than the computation.
+A buffer may still be read by a communication when it is given back; it is taken again once that is complete.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from torch import Tensor
 from phalanx.comm.transport import Handle
 from phalanx.comm.world import World
 
-PENDING = 2
-
 
 class Buffers:
     def __init__(self, world: World) -> None:
@@ -23,19 +20,15 @@ class Buffers:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A one-dimensional buffer, values undefined, in memory that the transport reads without a copy if there is such."""
-        alike = [entry for entry in self._idle if entry[0].numel() == numel and entry[0].dtype == dtype]
-        free = next((entry for entry in alike if entry[1] is None or entry[1].done()), None)
-        if free is None and len(alike) >= PENDING:
-            free = alike[0]
-        if free is None:
-            # What has another size would stay beside the new one without being of use to it.
-            self._idle = [(x, handle) for x, handle in self._idle if handle is not None and not handle.done()]
-            return room(self.world, numel, dtype)
-        buffer, handle = free
-        if handle is not None:
-            handle.wait()
-        self._idle = [entry for entry in self._idle if entry[0] is not buffer]
-        return buffer
+        for place, (buffer, handle) in enumerate(self._idle):
+            if buffer.numel() == numel and buffer.dtype == dtype and (handle is None or handle.done()):
+                if handle is not None:
+                    handle.wait()
+                del self._idle[place]
+                return buffer
+        # What has another size would stay beside the new one without being of use to it.
+        self._idle = [(x, handle) for x, handle in self._idle if handle is not None and not handle.done()]
+        return room(self.world, numel, dtype)
 
     def give(self, buffer: Tensor, handle: Handle | None = None) -> None:
         """Nobody needs the buffer any more once `handle`, if there is one, is complete."""

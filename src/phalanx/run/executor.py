@@ -84,7 +84,7 @@ class Executor:
         self.parameters, self.optimizer, self.max_norm = parameters, optimizer, max_norm
         at = world.coordinates.get("pp", 0)
         self.actions = schedule.ranks[at]
-        self._forward_actions = forward_only(schedule, from_program(program, schedule.storage)).ranks[at]
+        self._forward_actions = forward_only(schedule, from_program(program, schedule.storage, late=schedule.late)).ranks[at]
         self._seed = seed
         self.loss_scale = loss_scale
         self.record = False
@@ -113,6 +113,9 @@ class Executor:
         """Continue at a step number, after a checkpoint."""
         self._step = step
 
+    def settle(self) -> None:
+        """Complete the update of the last step, which `late` may have left open. Collective."""
+
     @torch.no_grad()
     def step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Out:
         """One training step on a global batch, or on this rank's slices of it with `local`.
@@ -136,6 +139,7 @@ class Executor:
 
         quiet  the Program in evaluation mode, the same in every call; left out if that does not differ
         """
+        self.settle()
         bound = self._run_forward(batch, local, None, quiet or self.program)
         loss, count = self._add_up([self._loss(bound)], bound.count)
         return Evaluation(loss / count, int(count))
@@ -143,6 +147,7 @@ class Executor:
     @torch.no_grad()
     def watch(self, watched: Watched, batch: Mapping[str, Tensor], *, local: bool = False) -> tuple[Tensor, ...]:
         """Global values of what leaves a module, on every rank, forward only; microbatches joined along dimension 0."""
+        self.settle()
         bound = self._run_forward(batch, local, watched, watched.program)
         found = []
         for exit in watched.exits:
@@ -257,10 +262,10 @@ class Executor:
         loss, square, tokens = self._add_up([self._loss(self._training), parameters.squared_norm()], count)
         if not math.isfinite(loss + square):
             # Chunks of the norm overflow long before float64 does: look again before calling it infinite.
-            loss, square, tokens = self._add_up([self._loss(self._training), parameters.squared_norm(exact=True)], count)
+            loss, square, tokens = self._add_up([self._loss(self._training), parameters.finite_squared_norm()], count)
         self._skipped = not math.isfinite(loss + square)
         if self._skipped and (self.loss_scale is None or self.loss_scale.is_smallest):
-            raise FloatingPointError(f"step {self._step + 1}: {self._first_non_finite()}; no parameter was changed")
+            raise self._refusal(self._place_of_non_finite(math.isfinite(float(self._loss(self._training)))))
         self._result = loss / tokens, math.sqrt(square) / self._factor, int(tokens)
 
     def _opt(self) -> None:
@@ -268,11 +273,14 @@ class Executor:
         if self._skipped:
             self._scale, self._lr = factor, self.optimizer.lr
         else:
-            # torch's clip_grad_norm_ adds 1e-6 as well.
-            self._scale = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+            self._scale = self._clipping(norm)
             self._lr = self.optimizer.update(self._scale / factor)
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.update(not self._skipped)
+
+    def _clipping(self, norm: float) -> float:
+        """What gradients of that global norm are multiplied by; torch's clip_grad_norm_ adds 1e-6 as well."""
+        return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
 
     @property
     def _factor(self) -> float:
@@ -282,6 +290,7 @@ class Executor:
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Global gradients of the last step on every rank, by first name, before clipping. Collective."""
+        self.settle()
         return {name: gradient / self._scale for name, gradient in self.parameters.gradients().items()}
 
     def _loss(self, bound: Bound) -> Tensor:
@@ -294,25 +303,37 @@ class Executor:
 
     def _add_up(self, terms: list[Tensor], count: Tensor) -> list[float]:
         """Sums over the world of terms that each rank has a share of, then the count, which all have."""
-        numbers = torch.stack([*terms, count.double() if self.world.rank == 0 else count.new_zeros((), dtype=torch.float64)])
-        self.world.transport.all_reduce(numbers, self._everybody).wait()
+        numbers, handle = self._issue(terms, count)
+        handle.wait()
         sums: list[float] = numbers.tolist()
-        if not sums[-1] > 0:  # 0, or not a number
-            raise ValueError(f"step {self._step + 1}: the batch has {sums[-1]:g} valid tokens, so its mean loss is not defined")
+        self._check_count(sums[-1])
         return sums
 
-    def _first_non_finite(self) -> str:
-        """The same sentence on every rank: the first tensor, the loss before all gradients, that is not finite somewhere."""
+    def _issue(self, terms: list[Tensor], count: Tensor) -> tuple[Tensor, Handle]:
+        numbers = torch.stack([*terms, count.double() if self.world.rank == 0 else count.new_zeros((), dtype=torch.float64)])
+        return numbers, self.world.transport.all_reduce(numbers, self._everybody)
+
+    def _check_count(self, tokens: float) -> None:
+        if not tokens > 0:  # 0, or not a number
+            raise ValueError(f"step {self._step + 1}: the batch has {tokens:g} valid tokens, so its mean loss is not defined")
+
+    def _place_of_non_finite(self, loss_is_finite: bool) -> int:
+        """0 if this rank's share of the loss is not finite, else the number, from 1, of its first gradient that is not."""
+        mine, names = self.parameters.first_non_finite(), list(self.program.parameters)
+        if not loss_is_finite:
+            return 0
+        return len(names) + 1 if mine is None else names.index(mine) + 1
+
+    def _refusal(self, place: int) -> FloatingPointError:
+        """The same on every rank: names the first tensor, the loss before all gradients, that is not finite somewhere."""
         names = list(self.program.parameters)
-        mine = self.parameters.first_non_finite()
-        place = len(names) + 1 if mine is None else names.index(mine) + 1
-        if not math.isfinite(float(self._loss(self._training))):
-            place = 0
         first = torch.tensor(place, device=self.world.device)
         self.world.transport.all_reduce(first, self._everybody, "min").wait()
         if int(first) == 0:
             origin = self._origin_of_a_broken_loss()
-            return "the loss is not finite" + (f"; the first tensor that is not is {origin}" if origin else "")
-        if int(first) > len(names):
-            return "the squares of the gradients, each finite, add up to more than float64 holds"
-        return f"the gradient of {names[int(first) - 1]} is not finite"
+            what = "the loss is not finite" + (f"; the first tensor that is not is {origin}" if origin else "")
+        elif int(first) > len(names):
+            what = "the squares of the gradients, each finite, add up to more than float64 holds"
+        else:
+            what = f"the gradient of {names[int(first) - 1]} is not finite"
+        return FloatingPointError(f"step {self._step + 1}: {what}; no parameter was changed")

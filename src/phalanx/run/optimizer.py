@@ -220,6 +220,9 @@ class Optimizer:
             moment: {unit: torch.zeros_like(unit.own_values, dtype=unit.accumulator) for unit in trained}
             for moment in config.moments
         }
+        self._changing: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        """Copies of `_changing` from before the last update."""
         self._fused = device.type in _get_fused_kernels_supported_devices()
         by_kind: dict[tuple[Group, torch.dtype], list[Range]] = {}
         for found in parameters.updates:
@@ -256,6 +259,24 @@ class Optimizer:
                 self._sgd(self.config, group, gradients, group.lr * rate)
         self.parameters.updated()
         return lr
+
+    def keep(self, *, gradients: bool = False) -> None:
+        """Copy what the next `update` changes, so that `undo` can put it back; the gradients too if they are to be scaled.
+
+        That is as much memory again as the moments and the weights which this rank updates, taken at the first call.
+        """
+        changing = [
+            x for group in self._groups for x in (*group.weights, *(x for each in group.moments.values() for x in each))
+        ]
+        if gradients:
+            changing += [x for group in self._groups for x in group.gradients]
+        self._copies = copied(changing, self._copies)
+        self._changing = changing
+
+    def undo(self) -> None:
+        """Take the last `update` back, bit for bit; `keep` was called before it. The parameters must be told (`updated`)."""
+        put_back(self._changing, self._copies)
+        self.steps -= 1
 
     def _adamw(self, config: AdamW, group: _Group, gradients: list[Tensor], lr: float) -> None:
         beta1, beta2 = config.betas
@@ -329,3 +350,15 @@ class Optimizer:
         """Whether there is more to a parameter than what the model's own state has of it."""
         parameter = self.parameters.program.parameters[name]
         return parameter.dtype != self.parameters.accumulator_of(name) and parameter.stored is None
+
+
+def copied(tensors: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors, in the memory of an earlier row of copies of the same ones if there is one."""
+    copies = into if len(into) == len(tensors) else [torch.empty_like(x) for x in tensors]
+    put_back(copies, tensors)
+    return copies
+
+
+def put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if tensors:
+        torch._foreach_copy_(list(tensors), list(values))

@@ -198,19 +198,25 @@ class Parameters:
 
     # One step
 
-    def begin(self) -> None:
-        """Forget the gradients of the step before, and give their memory to the forward."""
+    def begin(self, *, keep: bool = False) -> None:
+        """Forget the gradients of the step before, and give their memory to the forward unless they are to be kept for now."""
         for unit in self.units:
             unit.holders.clear()
             self._drop(unit)
             unit.summed = None
-            if unit.trainable:
-                unit.gradient.release()
+        if not keep:
+            self.release()
         self._buffers.clear()
         self._unwritten = {name for name, (_, place) in self.places.items() if place.parameter.trainable}
         self._issued.clear()
         self._taken.clear()
         self._held.clear()
+
+    def release(self) -> None:
+        """Give the memory of the gradients back, until the next backward takes it again."""
+        for unit in self.units:
+            if unit.trainable:
+                unit.gradient.release()
 
     def writes_in_place(self, segment: int) -> bool:
         """Whether a segment may write all its gradients into its accumulators itself: those that count here."""
@@ -269,6 +275,10 @@ class Parameters:
         return issued
 
     def _scatter(self, unit: Unit) -> list[Handle]:
+        # What is on its way keeps its buffers, and on Gloo another of the same size: only what the next backward hides is.
+        for handle in self._issued:
+            handle.wait()
+        self._issued.clear()
         unit.gradient.hold()
         again = unit.segment in self._taken
         handle = scattered(self.world, unit, self._whole_gradient(unit), self.reduce_dtype, add=again)
@@ -277,7 +287,9 @@ class Parameters:
             unit.summed = None
             # The next microbatch, if there is one, writes to another buffer.
             self._unwritten |= {place.parameter.name for place in unit.places}
-            self._held -= {host for place in unit.places for host in place.hosts}
+            for host in {host for place in unit.places for host in place.hosts}:
+                self._held.discard(host)
+                self._accumulators.pop(host, None)
         return [handle]
 
     def finish(self) -> None:
@@ -351,6 +363,11 @@ class Parameters:
         for found in self._counted:
             total += squared_norm(found.gradient, exact=exact)
         return total
+
+    def finite_squared_norm(self) -> Tensor:
+        """The same; squared in float64 if chunks of a narrower dtype overflow, which they do long before float64."""
+        square = self.squared_norm()
+        return square if square.isfinite() else self.squared_norm(exact=True)
 
     def first_non_finite(self) -> str | None:
         """First name, in the Program's order, whose gradient here has a NaN or an infinity."""

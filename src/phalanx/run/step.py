@@ -26,6 +26,7 @@ from phalanx.run.arguments import check_arguments, check_batch, warn_of_losses
 from phalanx.run.executor import Evaluation, Executor, Out
 from phalanx.run.gather import check_equal
 from phalanx.run.initialize import initial_shard
+from phalanx.run.late import LateExecutor, check_late
 from phalanx.run.optimizer import AdamW, Config, groups
 from phalanx.run.own_loop import Sharded, shard
 from phalanx.run.parameters import Parameters
@@ -61,6 +62,7 @@ def parallelize(
     reduce_dtype: torch.dtype | None = None,
     compile: bool = False,
     max_norm: float | None = None,
+    barrier: bool = True,
     blocks: str | None = None,
     train: bool = True,
     recompute: Recompute = "none",
@@ -89,6 +91,9 @@ def parallelize(
     recompute  what the backward makes again instead of keeping: "none", "selective", "full", the most bytes that a segment may save
                ("64MiB"), or these by pattern of segment names
     max_norm   clip gradients to this global norm
+    barrier    False: a rank updates and goes on to its next step before all ranks have ended this one. An update that turns out to
+               be wrong (clipped, not finite) is taken back, and the next step runs twice. Costs a copy of what each rank
+               updates and of the optimizer's state. The results arrive later (Step.__call__) and are the same, bit for bit
     blocks     pattern of the modules to cut at, if the repeated blocks are not to be found by themselves
     prepare    context to trace in; chosen for Hugging Face models if None
     batch_coupling  "microbatch" lets what mixes samples (batch statistics) see one microbatch at a time; without it, such a model
@@ -100,6 +105,13 @@ def parallelize(
     check_arguments(model, world, example=example, names=names, layout=layout, loss=loss, optimizer=optimizer)
     config = optimizer if optimizer is not None else AdamW()
     scale = scale_for(precision, loss_scale)
+    if not barrier:
+        check_late(config)
+    if isinstance(schedule, Schedule) and schedule.late == barrier:
+        raise ValueError(
+            f"the schedule {schedule.name} was made {'without' if schedule.late else 'with'} a barrier before the optimizer, but "
+            f"barrier={barrier}; give barrier={not barrier}, or build it from a View with late={not schedule.late}"
+        )
     if prepare is None and hf.is_hf_model(model):
         prepare = hf.capture_context
     local = isinstance(world, LocalWorld)
@@ -110,7 +122,7 @@ def parallelize(
     )  # fmt: skip
     warn_of_losses(program, world)
     storage = storage_of(zero, program) if isinstance(schedule, str) else schedule.storage
-    view = from_program(program, storage)
+    view = from_program(program, storage, late=not barrier)
     pp = world.mesh.extent(("pp",))
     planned = build(view, schedule, pp, microbatches, chunks) if isinstance(schedule, str) else schedule
     check(planned, view)
@@ -124,7 +136,7 @@ def parallelize(
             check_equal(real_tensors(model), rank)
         values = initial_values(model, rank, seed)
         parameters = Parameters(program, rank, planned.places, values, decay, planned.storage, reduce_dtype)
-        return Executor(
+        return (Executor if barrier else LateExecutor)(
             program, planned, rank, parameters, optimizer_of(config, parameters), max_norm=max_norm, seed=seed, loss_scale=scale
         )
 
@@ -170,9 +182,21 @@ class Step:
         self._unused = {name: _unused(model, name, value, seed) for name, value in own.items() if name not in hosted}
 
     def __call__(self, batch: Batch | Sequence[Batch], local: bool = False) -> Out:
-        """One training step; see Executor.step for what it raises."""
+        """One training step; see Executor.step for what it raises.
+
+        Without a barrier the Out is a LateOut: reading one of its numbers waits until all ranks have ended the step. The last update
+        is complete after `settle`, which whatever looks at weights, gradients or the optimizer's state calls first.
+        """
         self._last = batch, local
         return self._with_batches(batch, local, lambda executor, mine: executor.step(mine, local=local))
+
+    def settle(self) -> None:
+        """Complete the last update; every rank calls this. Nothing is left to do unless there is no barrier.
+
+        Before it a step that has to be clipped makes the next one run twice; before a world is closed it leaves nothing in flight.
+        """
+        if self.schedule.late:
+            self._each(lambda executor: executor.settle())
 
     def evaluate(self, batch: Batch | Sequence[Batch], local: bool = False) -> Evaluation:
         """Mean loss on a batch of the same shape, forward only and without dropout.
@@ -206,11 +230,14 @@ class Step:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Global values under the names of `model.state_dict()`, on every rank."""
+        self.settle()
         values = self._each(lambda executor: executor.parameters.state_dict())[0]
         return {name: values[name] if name in values else self._unused[name] for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take global values, whichever layout they come from. Raises ValueError for a missing tensor or another shape."""
+
+        self.settle()
 
         def load(executor: Executor) -> None:
             executor.parameters.load_state_dict(state)
@@ -219,12 +246,15 @@ class Step:
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """Global moments as `name/moment`, the number of updates and the loss scale, on every rank."""
+        self.settle()
         state = self._each(lambda executor: executor.optimizer.state_dict())[0]
         scale = self.executors[0].loss_scale
         return state if scale is None else {**state, **scale.state_dict()}
 
     def load_optimizer_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what `optimizer_state_dict` returned on any layout, and go on at its step."""
+
+        self.settle()
 
         def load(executor: Executor) -> None:
             executor.optimizer.load_state_dict(state)
@@ -237,13 +267,18 @@ class Step:
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
-        """Fills the list, when the block ends, with an Event for every action of this process's ranks inside it."""
+        """Fills the list, when the block ends, with an Event for every action of this process's ranks inside it.
+
+        Completes the last update when it begins and when it ends. What a step without a barrier has computed in vain is left out.
+        """
+        self.settle()
         found: list[Event] = []
         for executor in self.executors:
             executor.events.clear()
             executor.record = True
         try:
             yield found
+            self.settle()
         finally:
             for executor in self.executors:
                 executor.record = False

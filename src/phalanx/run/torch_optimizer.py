@@ -7,6 +7,7 @@ torch's names, and go to any layout and come from any.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn, optim
 
 from phalanx.run.flat import Range, Unit
 from phalanx.run.gather import from_stage
-from phalanx.run.optimizer import Config, Constant, Group, Groups, Optimizer, Rate, Torch, check_numbers, groups
+from phalanx.run.optimizer import Config, Constant, Group, Groups, Optimizer, Rate, Torch, check_numbers, copied, groups
 from phalanx.run.parameters import Parameters
 
 ELEMENTWISE = frozenset(
@@ -152,6 +153,9 @@ class TorchOptimizer(Optimizer):
             assert isinstance(found.group, Group)
             self._parts[found.group] += _parts(found, config.elementwise)
         self._all_parts = [part for parts in self._parts.values() for part in parts]
+        self._changing, self._copies = [], []
+        self._kept_states: dict[Any, dict[str, Any]] = {}
+        self._kept_settings: list[dict[str, Any]] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -184,6 +188,34 @@ class TorchOptimizer(Optimizer):
             self._adopt()
         self.parameters.updated()
         return lr
+
+    def keep(self, *, gradients: bool = False) -> None:
+        """Copy what the next `update` changes: weights, torch's states and settings, and the gradients, which a class may write to."""
+        self._changing = [x for part in self._all_parts for x in (part.weights.data, part.cut(part.range.gradient))]
+        self._copies = copied(self._changing, self._copies)
+        states = {} if self._torch is None else self._torch.state
+        self._kept_states = {
+            weights: {key: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for key, x in found.items()}
+            for weights, found in states.items()
+        }
+        rows = [] if self._torch is None else self._torch.param_groups
+        self._kept_settings = [{key: x for key, x in row.items() if key != "params"} for row in rows]
+
+    def undo(self) -> None:
+        """Take the last `update` back, bit for bit."""
+        super().undo()
+        if self._torch is None:
+            return
+        if not self._kept_states:  # there was none before it
+            self._begin()
+            return
+        for row, settings in zip(self._torch.param_groups, self._kept_settings, strict=True):
+            row.update(settings)
+        for weights, kept in self._kept_states.items():
+            states = self._states(weights)
+            for key, value in kept.items():
+                # Moments are views of the units' buffers, and stay that.
+                states[key] = states[key].copy_(value) if isinstance(value, Tensor) else value
 
     def _advance(self, updates: optim.Optimizer) -> None:
         """torch's step: of what has a gradient, and of the witnesses."""

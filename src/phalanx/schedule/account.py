@@ -30,7 +30,8 @@ Message = tuple[str, int | None, int | None]
 class Account:
     """All fractions are of compute lanes; `idle` gives the share of each reason in all idle time and sums to 1 if there is any.
 
-    span_seconds   from the first start to the last end on any rank
+    span_seconds   from the first start to the last end on any rank; without a barrier to the last OPT, since nobody waits for NORM. A
+                   rank is then idle until its own OPT at most: after that it takes its next step
     bubble_global  idle fraction of that span, over all ranks
     bubble_own     by rank: idle fraction between its own first forward and its own last backward
     """
@@ -58,7 +59,8 @@ def account(schedule: Schedule, view: View, events: Sequence[Event]) -> Account:
     timed = [_timed(view, by_rank, at, actions) for at, actions in enumerate(schedule.ranks)]
     sent = _sends(schedule)
     begin = min(event.start for spans in timed for event in spans)
-    end = max(event.end for spans in timed for event in spans)
+    ends = [_end(schedule, timed, at) for at in range(len(timed))]
+    end = max(ends)
     over = max(
         event.end
         for actions, spans in zip(schedule.ranks, timed, strict=True)
@@ -68,19 +70,26 @@ def account(schedule: Schedule, view: View, events: Sequence[Event]) -> Account:
     idle = dict.fromkeys(REASONS, 0.0)
     own = []
     for at, actions in enumerate(schedule.ranks):
-        for reason, start, stop in _idle(schedule, timed, sent, at, begin, end, over):
+        for reason, start, stop in _idle(schedule, timed, sent, at, begin, ends[at], over):
             idle[reason] += stop - start
         busy = [e for a, e in zip(actions, timed[at], strict=True) if a.kind in ("F", *BACKWARD)]
         length = busy[-1].end - busy[0].start
         own.append(1 - sum(e.end - e.start for e in busy) / length if length else 0.0)
-    total, span = sum(idle.values()), end - begin
+    total, lanes = sum(idle.values()), sum(each - begin for each in ends)
     return Account(
-        span_seconds=span,
-        bubble_global=total / (span * len(timed)) if span else 0.0,
+        span_seconds=end - begin,
+        bubble_global=total / lanes if lanes else 0.0,
         bubble_own=tuple(own),
         idle={reason: seconds / total if total else 0.0 for reason, seconds in idle.items()},
         peaks=report(schedule, view),
     )
+
+
+def _end(schedule: Schedule, timed: Sequence[Sequence[Event]], at: int) -> float:
+    """When the step is over for a coordinate."""
+    if not schedule.late:
+        return max(event.end for spans in timed for event in spans)
+    return max(event.end for action, event in zip(schedule.ranks[at], timed[at], strict=True) if not action.communicates)
 
 
 def _timed(view: View, by_rank: Mapping[int, Sequence[Event]], at: int, actions: Sequence[Action]) -> list[Event]:

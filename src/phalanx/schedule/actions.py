@@ -96,6 +96,8 @@ class Schedule:
     and each takes its equal share of the microbatches."""
     storage: Storage | None = None
     """How parameters are stored between steps; None: whole on every rank that computes with them."""
+    late: bool = False
+    """OPT does not wait for NORM: the next step starts before all ranks have ended this one (see View.late)."""
 
     @property
     def chains(self) -> tuple[tuple[int, ...], ...]:

@@ -93,7 +93,7 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
     if program.tables is not None:
         rows += _graph(program, program.tables, program.tables, "E", "forward", m if program.tables_read_batch else 1)
     origins: dict[int, Segment] = {}
-    view, chains = from_program(program, schedule.storage), schedule.chains
+    view, chains = from_program(program, schedule.storage, late=schedule.late), schedule.chains
     reduce, gathers = reductions(view, schedule.places), gathers_of(view, schedule)
     for segment in program.segments:
         origin = origins.setdefault(id(segment.cls), segment)

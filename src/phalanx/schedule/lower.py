@@ -44,7 +44,9 @@ def build(
         order, placed = planned(view, pp, microbatches, chunks, seconds, memory)
     else:
         if memory is not None:
-            raise ValueError(f"a limit on activations is for the schedule auto, which plans with it; {name} holds what it holds")
+            raise ValueError(
+                f"a limit on activations is for the schedule auto, which plans with it; {name} holds what it holds"
+            )
         order = compute_order("1f1b" if name == "auto" else name, pp, microbatches, chunks)
         count = len(order.host) // order.copies
         # With two copies of the model a rank has a stage from each end.
@@ -56,7 +58,7 @@ def build(
 def lower(view: View, order: Order, placed: Sequence[Sequence[int]], microbatches: int, name: str) -> Schedule:
     """The Schedule that follows a compute order over stages; `placed` are the segments of each stage of one copy of the model."""
     stages_of_all = tuple(tuple(stage) for stage in placed) * order.copies
-    empty = Schedule(name, (), stages_of_all, order.host, microbatches, order.copies, view.storage)
+    empty = Schedule(name, (), stages_of_all, order.host, microbatches, order.copies, view.storage, view.late)
     values = Values.of(view, empty.chains, microbatches)
     lists = [[count(view)] for _ in order.ranks]
     for at, action in _walk(values, order, stages_of_all):

@@ -7,7 +7,7 @@ pending:k:j what I leaves for W
 params:k    full parameters                      made by GATHER, used by F B I W, freed by FREE; absent if they are always there
 grad:k:j    a contribution to the accumulators   made by B or W, used by REDUCE and NORM
 reduced:k:j the summed gradients of a REDUCE, of microbatch j or, if j is None, of all
-count, norm the two scalars of a step
+count, norm the two scalars of a step            made by COUNT and NORM; OPT reads norm, or, if it is late, what NORM reads
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Values:
         match action.kind:
             case "COUNT" | "RECV_F" | "RECV_B" | "GATHER" | "FREE":
                 return ()
-            case "OPT":
+            case "OPT" if not self.view.late:
                 return ("norm",)
-            case "NORM":
+            case "NORM" | "OPT":
                 mine = [segment for segment, places in enumerate(self.places) if at in places]
                 reduced = [f"reduced:{k}:{j}" for k in mine for j in self.reduced_at(k, at)]
                 return ("count", *self._grads(mine, at), *reduced)

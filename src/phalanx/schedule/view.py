@@ -88,6 +88,8 @@ class View:
     batch_axes: tuple[str, ...] = ()
     """Axes of more than one rank over which COUNT sums."""
     storage: Storage | None = None
+    late: bool = False
+    """OPT follows a rank's own gradients and not NORM: it is taken back should NORM say later that it was wrong."""
     flops_per_byte: float = 100.0
     """What a byte that must move costs, in flops: H100, A100 and MI300 do 150 to 300 flops in bf16 in the time of a byte of their memory
     at their peak, and about half of that in practice; a CPU core does about 10."""
@@ -118,9 +120,12 @@ class View:
         raise ValueError(f"{kind} is not a message")
 
 
-def from_program(program: Program, storage: Storage | None = None) -> View:
-    """The View of a Program. Raises ValueError if a segment reads a cut that the segment before does not make, or if `storage`
-    divides over an axis that the mesh does not have."""
+def from_program(program: Program, storage: Storage | None = None, *, late: bool = False) -> View:
+    """The View of a Program, for schedules with that storage and, unless `late`, with a barrier before OPT.
+
+    Raises ValueError if a segment reads a cut that the segment before does not make, or if `storage` divides over an axis that the
+    mesh does not have.
+    """
     mesh = program.mesh
     for axis in storage.axes if storage else ():
         if axis not in mesh.names:
@@ -149,7 +154,7 @@ def from_program(program: Program, storage: Storage | None = None) -> View:
             )
         )
     on_cpu = program.origin is not None and program.origin.device.type == "cpu"
-    return View(mesh, tuple(segments), _shared(mesh, program.batch_axes), storage, 10.0 if on_cpu else 100.0)
+    return View(mesh, tuple(segments), _shared(mesh, program.batch_axes), storage, late, 10.0 if on_cpu else 100.0)
 
 
 def _incoming(mesh: Mesh, before: Segment | None, segment: Segment) -> tuple[tuple[Message, ...], tuple[Message, ...]]:

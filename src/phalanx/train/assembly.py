@@ -34,6 +34,7 @@ def parallel_step(config: TrainConfig, world: World | LocalWorld, model: Model, 
         reduce_dtype=None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype),
         compile=config.compile,
         max_norm=config.optimizer.max_norm,
+        barrier=config.barrier,
         recompute=config.recompute,
         seed=config.seed,
     )

@@ -82,6 +82,9 @@ class TrainConfig:
     activations); full (all but the inputs of each block); or the most bytes that a block may keep for each microbatch, as in 64MiB."""
     compile: bool = False
     """Put the graphs of each kind of block through torch.compile."""
+    barrier: bool = True
+    """Without it a rank updates and starts its next step before all ranks have ended this one; an update that turns out to be wrong
+    (clipped, not finite) is made again and the next step runs twice. The same numbers, and one more copy of what a rank updates."""
     steps: int = 200
     """Optimizer steps."""
     batch: int | None = None

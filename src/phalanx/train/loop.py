@@ -6,7 +6,7 @@ It knows nothing of ranks beyond which slice of a batch is this one's and who wr
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
+from phalanx.run.executor import Out
 from phalanx.run.initialize import deferred_init
 from phalanx.train.assembly import parallel_step
 from phalanx.train.batches import Batches
@@ -62,28 +63,25 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
         tell(console, f"{config.model}: {parameters:,} parameters on {on}, learning from {batches.source}")
     traffic: Counter[tuple[str, str, str]] = Counter()
     here.ledger.start()
+    taken: deque[tuple[int, Out, float]] = deque()
+    """Steps that are not recorded yet: number, result and seconds."""
     with Recorder(config.steps, folder, console) as recorder:
         for number in range(config.steps):
             with tracing(step, world, number + 1, folder) if number + 1 == config.trace else nullcontext():
                 began = time.perf_counter()
                 out = step(batches.training(number), local=batches.is_local)
-                seconds = time.perf_counter() - began
-            recorder.record(
-                StepMetrics(
-                    step=number + 1,
-                    loss=float(out.loss),
-                    grad_norm=float(out.grad_norm),
-                    lr=float(out.lr),
-                    tokens=int(out.tokens),
-                    tokens_per_second=int(out.tokens) / seconds,
-                    seconds=seconds,
-                )
-            )
+                taken.append((number + 1, out, time.perf_counter() - began))
+            # Without a barrier the next step is started before the numbers of this one are asked for.
+            while len(taken) > (0 if config.barrier else 1):
+                recorder.record(metrics(*taken.popleft()))
             # Emptied every step: a ledger that is left alone remembers every call of the run.
             for (axis, operation), (calls, moved) in here.ledger.totals().items():
                 traffic[axis, operation, "calls"] += calls
                 traffic[axis, operation, "bytes"] += moved
             here.ledger.clear()
+        step.settle()
+        while taken:
+            recorder.record(metrics(*taken.popleft()))
     here.ledger.stop()
     assert recorder.first is not None and recorder.last is not None
     totals = {(axis, op): (calls, traffic[axis, op, "bytes"]) for (axis, op, what), calls in traffic.items() if what == "calls"}
@@ -98,6 +96,18 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
         for line in closing_lines(summary, config.steps):
             tell(console, line)
     return summary
+
+
+def metrics(number: int, out: Out, seconds: float) -> StepMetrics:
+    return StepMetrics(
+        step=number,
+        loss=float(out.loss),
+        grad_norm=float(out.grad_norm),
+        lr=float(out.lr),
+        tokens=int(out.tokens),
+        tokens_per_second=int(out.tokens) / seconds,
+        seconds=seconds,
+    )
 
 
 def closing_lines(summary: Summary, steps: int) -> list[str]:

@@ -42,7 +42,7 @@ def tracing(step: Step, world: World | LocalWorld, number: int, folder: Path | N
         yield
     found = events if isinstance(world, LocalWorld) else gathered(events, world)
     if folder is not None:
-        view = from_program(step.program, step.schedule.storage)
+        view = from_program(step.program, step.schedule.storage, late=step.schedule.late)
         write(Trace(number, step.schedule, view, on_one_clock(found, clocks), clocks.error), folder / "trace.json")
 
 

@@ -205,7 +205,10 @@ def verify(
     tolerance  largest relative error that passes; by default TOLERANCE of the dtype
     Under processes every rank takes part and returns the same Comparison.
     """
-    tolerance = TOLERANCE[config.dtype] if tolerance is None else tolerance
+    if config.precision == "fp16":
+        raise ValueError("fp16 skips steps until its loss scale fits, which one process of plain PyTorch does not: verify bf16, or none")
+    rounding = config.dtype if config.precision is None else "bfloat16"
+    tolerance = TOLERANCE[rounding] if tolerance is None else tolerance
     model = build(config.model, config.dtype, dropout=config.dropout) if model is None else model
     config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
     torch.manual_seed(config.seed)
@@ -213,22 +216,23 @@ def verify(
     notes = []
     if config.dtype == "float64" if rewrite is None else rewrite:
         notes += rewrite_norms(module)
-    eps = max(config.optimizer.eps, SMOOTH_EPS.get(config.dtype, 0.0))
+    eps = max(config.optimizer.eps, SMOOTH_EPS.get(rounding, 0.0))
     if eps != config.optimizer.eps:
         notes.append(
-            f"AdamW's eps is {eps:g} on both sides, so that weights do not follow the sign of rounding in {config.dtype}"
+            f"AdamW's eps is {eps:g} on both sides, so that weights do not follow the sign of rounding in {rounding}"
         )
         config = replace(config, optimizer=replace(config.optimizer, eps=eps))
     reference: Trainer
     if config.dropout:
         described = "the derived program on one rank in one microbatch, whose dropout masks the mesh must reproduce"
         alone = replace(config, mesh="", layout=None, sequence_parallel=False, microbatches=1)
+        alone = replace(alone, zero=0, zero_axes=None, schedule="1f1b", chunks=None)
         reference = Derived(parallel_step(alone, local(Mesh()), model, copy.deepcopy(module)))
     else:
         described = "one process of plain PyTorch"
         reference = Eager(copy.deepcopy(module), model, config)
     derived = Derived(parallel_step(config, world, model, module))
-    tally = _Tally(derived.program.parameters, _segment_of(derived), config.dtype, tolerance)
+    tally = _Tally(derived.program.parameters, _segment_of(derived), rounding, tolerance)
     before: Mapping[str, Tensor] | None = None
     for step, batch in enumerate(batches(model, config), start=1):
         mine, theirs = derived.step(batch), reference.step(batch)
