@@ -174,7 +174,7 @@ ROUNDED = [
 ]
 A_STEP_APART = 2**-5
 """Between two ways to compute a bfloat16 gradient, relative to the largest of the tensor. Numbers are rounded to 2^-9 of their size:
-each of some ten operators between a gradient and the loss once, and a partial sum once on each rank."""
+each of some ten operators between a gradient and the loss once, and a partial sum once on each rank. 6 x 2^-9 is the most seen."""
 
 
 class Bf16(NamedTuple):

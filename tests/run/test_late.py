@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import phalanx as phx
+from phalanx.comm.threads import Delay
 from phalanx.models import mlp
 from phalanx.run.executor import Executor, Out
 from phalanx.run.late import LateOut
@@ -26,6 +27,9 @@ from phalanx.run.optimizer import Cosine, Linear
 from phalanx.run.precision import LossScale
 from phalanx.schedule import from_program
 from phalanx.schedule.account import account
+from phalanx.train.config import OptimizerConfig, TrainConfig
+from phalanx.train.loop import train
+from phalanx.train.metrics import Recorder, StepMetrics
 
 from . import test_torch_optimizer as torchs
 from .test_torch_optimizer import IDS, KINDS
@@ -175,6 +179,23 @@ def test_a_run_goes_on_from_a_state_that_was_saved_open() -> None:
 
     with_barrier = trained("pp=2", True, max_norm=NORM)
     assert_equal(trained("pp=2", False, take), with_barrier)
+
+
+def test_weights_are_put_back_once_no_gather_reads_them() -> None:
+    """Of parameters that are gathered ahead of their backward, on wires that take their time."""
+    with phx.local(phx.Mesh(dp=2), delay=Delay(0.02), timeout=20) as world:
+        step = start(world, False, zero=3, microbatches=1, max_norm=0.5)
+        executor = step.executors[0]
+        undo, seen = executor.optimizer.undo, list[bool]()
+
+        def undone() -> None:
+            seen.extend(h.done() for n in executor._gathers for h in executor._training.machine.flying.get(n, ([],))[0])
+            undo()
+
+        executor.optimizer.undo = undone  # type: ignore[method-assign]
+        step(batch(0))
+        step(batch(1))
+        assert seen and all(seen)
 
 
 # What is not finite
@@ -441,6 +462,49 @@ def test_over_processes_too(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert found == [{"equal": True, "was_open": True, "clipped": [True, False]}] * 2
+
+
+# The training loop
+
+
+def test_the_loop_asks_for_numbers_once_the_next_step_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    take, record = phx.Step.__call__, Recorder.record
+
+    def taking(*arguments: Any, **options: Any) -> Out:
+        called.append("step")
+        return take(*arguments, **options)
+
+    def recording(self: Recorder, row: StepMetrics) -> None:
+        called.append(f"record {row.step}")
+        record(self, row)
+
+    monkeypatch.setattr(phx.Step, "__call__", taking)
+    monkeypatch.setattr(Recorder, "record", recording)
+    rows = {}
+    for barrier in (True, False):
+        config = TrainConfig(model="mlp", mesh="pp=2", microbatches=2, batch=4, steps=3, barrier=barrier, out=tmp_path)
+        with phx.local(config.parsed_mesh()) as world:
+            train(config, world)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        rows[barrier] = [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in lines]
+    assert called[:6] == ["step", "record 1", "step", "record 2", "step", "record 3"]
+    assert called[6:] == ["step", "step", "record 1", "step", "record 2", "record 3"]
+    assert rows[True] == rows[False] and len(rows[False]) == 3
+
+
+def test_the_loop_stops_at_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    """Every step before it is written; whether it is the last of the run or not."""
+    written = {}
+    for barrier in (True, False):
+        settings = OptimizerConfig(lr=1e30, warmup=1, max_norm=None)
+        config = TrainConfig(model="mlp", steps=20, batch=4, optimizer=settings, barrier=barrier, out=tmp_path)
+        for steps in (20, None):
+            config = replace(config, steps=steps or len(written[barrier, 20]) + 1)
+            with phx.local(config.parsed_mesh()) as world, pytest.raises(FloatingPointError, match=r"step \d+: .* not finite"):
+                train(config, world)
+            written[barrier, steps] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert 0 < len(written[True, 20]) < 19 and {len(lines) for lines in written.values()} == {len(written[True, 20])}
 
 
 # What cannot be

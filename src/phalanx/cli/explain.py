@@ -17,7 +17,7 @@ from phalanx.train.metrics import bytes_text
 
 if TYPE_CHECKING:
     from phalanx.derive.program import Program
-    from phalanx.schedule.actions import Schedule
+    from phalanx.schedule.actions import Schedule, Storage
     from phalanx.schedule.check import Report
 
 
@@ -107,7 +107,29 @@ def stages(program: Program, schedule: Schedule, report: Report) -> list[str]:
             f"{flops / 1e12:.3g} TFLOP a step, keeps at most {bytes_text(report.peak_saved_bytes[at])} for the backward, "
             f"{len(actions)} actions"
         )
+        parts = ", ".join(f"{what} {bytes_text(int(size))}" for what, size in stored(program, names, schedule.storage).items())
+        lines.append(f"        stores between steps: {parts}")
     return lines
+
+
+def stored(program: Program, names: Iterable[str], storage: Storage | None) -> dict[str, float]:
+    """Bytes that a rank stores between steps for some parameters: values, gradients once they are summed, and AdamW's state.
+
+    The state is two moments and, where parameters are narrower than their gradients, their wider copy. Padding is left out.
+    """
+    from phalanx.schedule.view import split_axes
+
+    found = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    level = storage.level if storage else 0
+    for name in names:
+        parameter = program.parameters[name]
+        (count,), ranks = numel(program, [name], local=True), program.mesh.extent(split_axes(program, name, storage))
+        narrow, wide = parameter.dtype.itemsize, max(4, parameter.dtype.itemsize)
+        found["parameters"] += count * narrow / (ranks if level == 3 else 1)
+        if parameter.trainable:
+            found["gradients"] += count * wide / (ranks if level >= 2 else 1)
+            found["optimizer"] += count * wide * (2 if narrow == wide else 3) / ranks
+    return found
 
 
 def numel(program: Program, names: Iterable[str], *, local: bool = False) -> list[int]:

@@ -33,7 +33,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.bench.peers.jobs import LEARNING_RATE, MICROBATCHES, WEIGHT_DECAY, Job, Shape
-from phalanx.models.llama import Llama, rotary_table
+from phalanx.derive import derive
+from phalanx.mesh import Mesh
+from phalanx.models.llama import Llama, loss, rotary_table
+from phalanx.run.initialize import deferred_init
+from phalanx.schedule import Schedule, build, from_program
 
 Step = Callable[[], float | None]
 """One optimizer step; its loss, as far as this rank knows it."""
@@ -170,18 +174,16 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> 
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a Llama, with the embedding if they are the first and the head if they are the last."""
+    """The part of a Llama that a stage of Phalanx's holds: segment 0 is the embedding, the last one the head, the others are layers."""
 
-    def __init__(self, model: Llama, stage: int, stages: int) -> None:
+    def __init__(self, model: Llama, segments: Sequence[int]) -> None:
         super().__init__()
-        count, rest = divmod(len(model.layers), stages)
-        start = stage * count + min(stage, rest)
+        end = len(model.layers) + 1
         self.config = model.config
-        self.layers = nn.ModuleList(list(model.layers)[start : start + count + (stage < rest)])
-        self.embed_tokens = model.embed_tokens if stage == 0 else None
-        last = stage == stages - 1
-        self.norm = model.norm if last else None
-        self.lm_head = model.lm_head if last else None
+        self.layers = nn.ModuleList(model.layers[k - 1] for k in segments if 0 < k < end)
+        self.embed_tokens = model.embed_tokens if 0 in segments else None
+        self.norm = model.norm if end in segments else None
+        self.lm_head = model.lm_head if end in segments else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed_tokens is not None:
@@ -209,13 +211,26 @@ def stages_of(peer: str, rank: int, ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(rank, ranks * chunks, ranks))
 
 
+def schedule_of(job: Job, shape: Shape, ranks: int) -> Schedule:
+    """Phalanx's Schedule of a pipeline, so that both sides cut the model at the same places."""
+    mesh, arguments = Mesh(**{job.axis: ranks}), job.arguments
+    program = derive(
+        deferred_init(lambda: Llama(shape.model)),
+        mesh,
+        example=shape.example(),
+        loss=loss,
+        layout=arguments["layout"],
+        microbatches=arguments["microbatches"],
+    )
+    return build(from_program(program), arguments["schedule"], ranks, arguments["microbatches"], arguments.get("chunks"))
+
+
 def pipeline_step(job: Job, shape: Shape, group: dist.ProcessGroup) -> Step:
     rank, count = group.rank(), group.size() * job.chunks
-    if shape.model.layers < count:
-        raise ValueError(f"{count} pipeline stages need at least {count} layers, but {shape.name} has {shape.model.layers}")
     model, batch = llama(shape), shape.example()
+    cut = schedule_of(job, shape, group.size()).stages
     indices = stages_of(job.peer, rank, group.size(), job.chunks)
-    stages = [PipelineStage(Stage(model, index, count), index, count, torch.device("cpu"), group=group) for index in indices]
+    stages = [PipelineStage(Stage(model, cut[index]), index, count, torch.device("cpu"), group=group) for index in indices]
     del model  # the layers of the other ranks
     optimizer = adamw(named for stage in stages for named in stage.submod.named_parameters())
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
