@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -84,7 +85,9 @@ def test_what_takes_longer_prints_what_it_says(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("times", [RankTimes(1, 1, 1), RankTimes(1, 1.25, 0.75)])
 @pytest.mark.parametrize("p", [4, 6])
 def test_the_table_of_schedules_has_the_formulas_of_the_code(p: int, times: RankTimes) -> None:
-    rows = re.findall(r"^\| `([\w-]+)` \| `(.+?)`( \*)? \| `(.+?)`(?: \*)? \| `(.+?)` \| `(.+?)` \|", page("schedules"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| `(.+?)`( \*)? \| `(.+?)`(?: \*)? \| `(.+?)` \| `(.+?)` \|", page("schedules"), re.MULTILINE
+    )
     assert [name for name, *_ in rows] == list(SCHEDULES)
     for name, whole, only_equal, own, activations, messages in rows:
         chunks, m = (3 if SCHEDULES[name].any_chunks else None), 4 * p
@@ -95,6 +98,41 @@ def test_the_table_of_schedules_has_the_formulas_of_the_code(p: int, times: Rank
         held = max(peak(name, p, m, rank, chunks) for rank in range(p))
         assert eval(activations, letters) == pytest.approx(held), (name, activations)
         assert eval(messages, letters) == sum(study(compute_order(name, p, m, chunks), m).sent), (name, messages)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kinds"), [("float32", "values gradients moments"), ("bf16", "values master gradients moments")]
+)
+def test_the_tables_of_memory_say_what_the_page_counts(precision: str, kinds: str) -> None:
+    """What is counted stands in the page and was printed by its code; it is of four ranks."""
+    columns = kinds.split()
+    cells = " \\| ".join(["`(.+?)`"] * (len(columns) + 1))
+    rows = re.findall(rf"^\| ([0-3]) \| {cells} \|", page("memory"), re.MULTILINE)
+    rows = [row for row in rows if len(row) == len(columns) + 2]
+    rows = rows[:4] if precision == "float32" else rows[-4:]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    for zero, *formulas, together in rows:
+        values = [eval(formula, {"n": 4}) for formula in formulas]
+        assert sum(values) == eval(together, {"n": 4})
+        said = " ".join(f"{kind} {float(value)}" for kind, value in zip(columns, values, strict=True))
+        assert f"\n{precision} {zero} {said}\n" in page("memory")
+
+
+@pytest.mark.parametrize("name", ["schedules", "memory", "guide"])
+def test_what_is_named_exists(name: str) -> None:
+    """Links with their headings, files, and the modules that are to be run."""
+    for link, anchor in re.findall(r"\]\(([\w./]+\.md)#([\w-]+)\)", page(name)):
+        assert anchor in headings(DOCS / link), (link, anchor)
+    for path in re.findall(r"`((?:src/phalanx|tests)/[\w./]+)`", page(name)):
+        assert (DOCS.parent / path).exists(), path
+    for module in re.findall(r"python -m (phalanx[\w.]+)", page(name)):
+        assert importlib.util.find_spec(module), module
+
+
+def headings(path: Path) -> set[str]:
+    """As GitHub links to them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def page(name: str) -> str:

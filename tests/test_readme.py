@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 import tyro
 
-from phalanx.cli import COMMANDS, explain, main, options, train, verify
+from phalanx.cli import COMMANDS, explain, main, options, schedule, train, verify
 from phalanx.comm import shm
 from phalanx.train.config import TrainConfig
 
@@ -24,6 +24,8 @@ README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 COMMUNICATION = (ROOT / "docs" / "communication.md").read_text()
 LECTURE = (ROOT / "examples" / "lecture" / "README.md").read_text()
+SCHEDULES = (ROOT / "docs" / "schedules.md").read_text()
+MEMORY = (ROOT / "docs" / "memory.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 COMMAND = re.compile(r"^ +(?:\.venv/bin/)?phalanx ([^#\n]+)", re.MULTILINE)
@@ -126,13 +128,15 @@ def test_its_commands_print_what_it_shows(
         rest = rest.partition(words)[2] if words else rest
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(COMMAND.findall(README + GUIDE + COMMUNICATION + LECTURE)))
+@pytest.mark.parametrize("line", dict.fromkeys(COMMAND.findall(README + GUIDE + COMMUNICATION + SCHEDULES + MEMORY + LECTURE)))
 def test_commands_are_understood(line: str) -> None:
     name, *args = shlex.split(line)
     assert name in COMMANDS
     if name in ("bench", "doctor", "show"):
         home = "phalanx.cli.show" if name == "show" else f"phalanx.cli.{name}.{args.pop(0)}"
         tyro.cli(importlib.import_module(home).Options, args=args)
+    if name == "schedule":
+        tyro.cli(schedule.Options, args=args)
     rooms: dict[str, Any] = {
         "train": (train, TrainConfig),
         "verify": (verify, verify.Verified),
@@ -145,7 +149,9 @@ def test_commands_are_understood(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/communication.md", "examples/lecture/README.md"]
+    "page",
+    ["README.md", "CONTRIBUTING.md", "examples/lecture/README.md"]
+    + [f"docs/{name}.md" for name in ("guide", "schedules", "memory", "communication")],
 )
 def test_links_exist(page: str) -> None:
     for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):

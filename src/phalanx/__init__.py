@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from phalanx.run.optimizer import adamw, sgd
     from phalanx.run.step import Step, parallelize, shard
     from phalanx.run.torch_optimizer import optimizer
+    from phalanx.run.precision import LossScale
+    from phalanx.schedule.actions import Storage
     from phalanx.spec import Spec
 
 __version__ = "0.1.0"
 __all__ = [
     "LocalWorld",
+    "LossScale",
     "Mesh",
     "Spec",
     "Step",
+    "Storage",
     "World",
     "adamw",
     "deferred_init",
@@ -39,8 +43,10 @@ __all__ = [
 
 _HOMES = {
     "LocalWorld": "comm.local",
+    "LossScale": "run.precision",
     "Spec": "spec",
     "Step": "run.step",
+    "Storage": "schedule.actions",
     "World": "comm.world",
     "adamw": "run.optimizer",
     "deferred_init": "run.initialize",

@@ -25,7 +25,7 @@ from phalanx.run.executor import Executor, Out
 from phalanx.run.late import LateOut
 from phalanx.run.optimizer import Cosine, Linear
 from phalanx.run.precision import LossScale
-from phalanx.schedule import from_program
+from phalanx.schedule import Storage, from_program
 from phalanx.schedule.account import account
 from phalanx.train.config import OptimizerConfig, TrainConfig
 from phalanx.train.loop import train
@@ -182,9 +182,11 @@ def test_a_run_goes_on_from_a_state_that_was_saved_open() -> None:
 
 
 def test_weights_are_put_back_once_no_gather_reads_them() -> None:
-    """Of parameters that are gathered ahead of their backward, on wires that take their time."""
-    with phx.local(phx.Mesh(dp=2), delay=Delay(0.02), timeout=20) as world:
-        step = start(world, False, zero=3, microbatches=1, max_norm=0.5)
+    """Of parameters that are gathered ahead of their W, on wires that take their time."""
+    torch.manual_seed(0)
+    deep = mlp.MLP(mlp.MLPConfig(inputs=8, hidden=8, inner=16, layers=4, outputs=3)).double()
+    with phx.local(phx.Mesh(pp=2, dp=2), delay=Delay(0.01), timeout=20) as world:
+        step = start(world, False, deep, zero=Storage(3, ("dp",), prefetch=1, keep=2), schedule="zb-h1", max_norm=0.1)
         executor = step.executors[0]
         undo, seen = executor.optimizer.undo, list[bool]()
 

@@ -314,12 +314,14 @@ def assert_foretold(step: Step, by_rank: list[Calls], case: Case) -> None:
         found = sum(pipeline, Calls())
         differ = {key: (found[key], said[key]) for key in {*found, *said} if found[key] != said[key]}
         assert not differ, f"{case}: (called, foretold) {differ}"
+        return
     pipelines = mesh.size // mesh.extent(("pp",))
     found, expected = moved(sum(by_rank, Calls())), moved(said)
     assert found.keys() == expected.keys()
     for key, size in found.items():
-        # Each row is of a whole number of bytes.
-        assert abs(size - expected[key] * pipelines) <= mesh.size * sum(said.values()), f"{case}: {key}"
+        # What is behind the last parameter of a unit, less than a cache line of 64 bytes for each rank, is not summed everywhere.
+        padding = 64 * mesh.size * sum(times for (group, op, _), times in said.items() if (group, op) == key)
+        assert abs(size - expected[key] * pipelines) <= padding, f"{case}: {key}"
 
 
 def moved(calls: Calls) -> Counter[tuple[str, str]]:

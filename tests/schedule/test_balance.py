@@ -27,9 +27,10 @@ def every(segments: int, count: int) -> Iterator[Stages]:
                 yield (head, *(tuple(k + first for k in stage) for stage in rest))
 
 
-def key(costs: Sequence[int], placed: Stages, host: Sequence[int]) -> tuple[int, int]:
+def key(costs: Sequence[int], placed: Stages, host: Sequence[int]) -> tuple[int, int, int]:
+    stages = [sum(costs[k] for k in stage) for stage in placed]
     loads = [sum(costs[k] for at, stage in zip(host, placed, strict=True) if at == rank for k in stage) for rank in set(host)]
-    return max(loads), sum(load * load for load in loads)
+    return max(loads), sum(load * load for load in loads), sum(stage * stage for stage in stages)
 
 
 def test_all_partitions_are_looked_at() -> None:

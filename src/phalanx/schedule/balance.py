@@ -119,13 +119,15 @@ def _even(costs: Sequence[float], count: int) -> list[int]:
     return cuts
 
 
-def _key(total: Sequence[float], cuts: Sequence[int], host: Sequence[int]) -> tuple[float, float]:
-    """(most expensive rank, sum of squares over ranks), rounded so that what is equal but for rounding compares equal."""
+def _key(total: Sequence[float], cuts: Sequence[int], host: Sequence[int]) -> tuple[float, float, float]:
+    """(most expensive rank, sum of squares over ranks, over stages), rounded so that what is equal but for rounding compares equal."""
     loads = dict.fromkeys(host, 0.0)
+    whole, even = total[-1] or 1.0, 0.0
     for at, (a, b) in zip(host, itertools.pairwise((0, *cuts, len(total) - 1)), strict=True):
-        loads[at] += total[b] - total[a]
-    whole = total[-1] or 1.0
-    return round(max(loads.values()) / whole, 9), round(sum((load / whole) ** 2 for load in loads.values()), 9)
+        share = (total[b] - total[a]) / whole
+        loads[at] += share
+        even += share * share
+    return round(max(loads.values()), 9), round(sum(load * load for load in loads.values()), 9), round(even, 9)
 
 
 def _exact(costs: Sequence[float], host: Sequence[int]) -> Sequence[int]:
