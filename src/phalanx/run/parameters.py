@@ -85,6 +85,7 @@ class Parameters:
         self._counted = self._ranges(lambda place: place.counted or None)
         self.updates = self._ranges(lambda place: (place.group,))
         """What this rank updates, in ranges of one optimizer group."""
+        self._by_microbatch = storage is not None and storage.by_microbatch
         self._unwritten: set[str] = set()
         self._issued: list[Handle] = []
         self._taken: set[int] = set()
@@ -267,12 +268,16 @@ class Parameters:
         """
         issued: list[Handle] = []
         for unit in self._summed:
-            if unit.segment == segment:
-                self._zero_unwritten([place.parameter.name for place in unit.places])
-                issued += self._scatter(unit) if unit.split else all_reduced(self.world, unit, self.reduce_dtype)
+            # Whole accumulators hold the sum of all microbatches: summed after each, earlier ones would count again.
+            if unit.segment == segment and (unit.split or not self._by_microbatch):
+                issued += self._sum(unit)
         self._taken.add(segment)
         self._issued += issued
         return issued
+
+    def _sum(self, unit: Unit) -> list[Handle]:
+        self._zero_unwritten([place.parameter.name for place in unit.places])
+        return self._scatter(unit) if unit.split else all_reduced(self.world, unit, self.reduce_dtype)
 
     def _scatter(self, unit: Unit) -> list[Handle]:
         # What is on its way keeps its buffers, and on Gloo another of the same size: only what the next backward hides is.
@@ -300,6 +305,9 @@ class Parameters:
         """
         # What was scattered is counted as unwritten again, but in no buffer.
         self._zero_unwritten([name for name, (unit, _) in self.places.items() if not unit.scattered])
+        for unit in self._summed:
+            if self._by_microbatch and not unit.split:
+                self._issued += self._sum(unit)
         for handle in self._issued:
             handle.wait()
         self._issued.clear()

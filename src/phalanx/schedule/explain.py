@@ -119,8 +119,8 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
                         why += ", and each rank keeps its slice"
                     if part.coordinates:
                         why = f"{_some(part.parameters)} is shared by the stages on pp {', '.join(map(str, part.coordinates))}"
-                    # What stages share is summed over them once, whatever came together before.
-                    number = 1 if part.coordinates else times
+                    # What stages share, and what is not scattered, is summed once a step.
+                    number = 1 if part.coordinates or not part.split else times
                     rows.append(Row(segment.name, segment.name, "backward", op, axis, size, number, f"REDUCE: {why}"))
     if program.mesh.size > 1:
         why = "NORM: loss, gradient norm and count to every rank, which all see if one of them is not finite"
