@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from phalanx.comm.world import World, init
     from phalanx.run.initialize import deferred_init, materialize
     from phalanx.run.optimizer import adamw, sgd
+    from phalanx.run.precision import LossScale
     from phalanx.run.step import Step, parallelize, shard
     from phalanx.run.torch_optimizer import optimizer
-    from phalanx.run.precision import LossScale
     from phalanx.schedule.actions import Storage
     from phalanx.spec import Spec
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.event import Event
 from phalanx.schedule import build
-from phalanx.schedule.measured import Trace, differences, observed, predict, read, times, with_bytes, write
+from phalanx.schedule.measured import Trace, differences, observed, predict, read, segment_seconds, times, with_bytes, write
 from phalanx.schedule.simulate import Costs, Link, simulate
 
 from .toys import toy
@@ -111,3 +111,14 @@ def test_bytes_are_those_of_the_list() -> None:
     known: dict[str, Event] = {e.name: e for e in with_bytes(trace, predict(trace)) if e.rank == 3}
     assert (known["RECV_F2.0"].bytes, known["RECV_F2.0"].axis) == (2 * 8 * 4, "pp") and known["F3.0"].bytes == 0
     assert len(with_bytes(trace, predict(trace))) == len(trace.events)
+
+
+def test_seconds_of_segments_balance_the_next_run() -> None:
+    """In the simulation every F and B took what it costs; the last block, made four times as dear, gets a stage for itself."""
+    found = segment_seconds(recorded())
+    for k, segment in enumerate(VIEW.segments):
+        assert found[segment.name] == pytest.approx(SECONDS["F", k] + SECONDS["B", k], rel=1e-9)
+    dear = dict(enumerate(found.values()))
+    dear[5] *= 4
+    assert build(VIEW, "1f1b", 2, 4, seconds=dear).stages == ((0, 1, 2, 3), (4, 5))
+    assert build(VIEW, "1f1b", 2, 4, seconds=dict.fromkeys(range(6), 1.0)).stages == ((0, 1, 2), (3, 4, 5))

@@ -34,6 +34,7 @@ class Explained(TrainConfig):
     held_out: Unused[int] = 0
     trace: Unused[int | None] = None
     compile: Unused[bool] = False
+    balance: Unused[Path | None] = None
     reduce_dtype: Unused[Literal["bfloat16"] | None] = None
     out: Unused[Path | None] = None
 

@@ -36,10 +36,13 @@ def main(args: list[str]) -> int:
     check_name(config.model)
     started = launch_from(os.environ)
     if mesh.size > 1 and started is None:
+        from phalanx.schedule.measured import read as read_trace
         from phalanx.train.data import byte_tokens
         from phalanx.train.launch import launch, rank_command
 
         # What needs no model is refused here, at once, rather than by every rank after it has started.
+        if config.balance is not None:
+            read_trace(config.balance)
         if config.data is not None:
             byte_tokens(config.data)
         if config.profile is not None:

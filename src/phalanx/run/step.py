@@ -56,6 +56,7 @@ def parallelize(
     microbatches: int = 1,
     schedule: str | Schedule = "1f1b",
     chunks: int | None = None,
+    seconds: Mapping[str, float] | None = None,
     zero: int | Storage = 0,
     precision: Precision | None = None,
     loss_scale: LossScale | None = None,
@@ -81,6 +82,7 @@ def parallelize(
     optimizer  phx.adamw(...) (the default), phx.sgd(...) or phx.optimizer(torch.optim.X, ...)
     schedule   name of a pipeline schedule, or a Schedule of one's own, which is proved free of deadlock like any other
     chunks     stages of each rank, for schedules that take any number of them
+    seconds    measured, of F and backward of each segment by name, by which stages are balanced; None: by the work that is counted
     zero       1, 2 or 3: data ranks store the optimizer's state, and the gradients, and the parameters, once between them. A Storage
                says over which axes (the others hold copies), and how far ahead parameters are gathered. A Schedule of one's own
                has its storage already
@@ -124,7 +126,8 @@ def parallelize(
     storage = storage_of(zero, program) if isinstance(schedule, str) else schedule.storage
     view = from_program(program, storage, late=not barrier)
     pp = world.mesh.extent(("pp",))
-    planned = build(view, schedule, pp, microbatches, chunks) if isinstance(schedule, str) else schedule
+    by_index = None if seconds is None else {s.index: seconds[s.name] for s in program.segments if s.name in seconds}
+    planned = build(view, schedule, pp, microbatches, chunks, by_index) if isinstance(schedule, str) else schedule
     check(planned, view)
     if compile:
         used = {action.kind for actions in planned.ranks for action in actions} & {"F", "B", "I", "W"}

@@ -260,7 +260,7 @@ class TorchOptimizer(Optimizer):
                 state.update((f"{name}/{key}", numbers[key].clone()) for key in self.config.numbers)
                 continue
             mine = next((self._states(part.weights) for part in self._all_parts if part.name == name), None)
-            stage, world = self.parameters._stages[name][0], self.parameters.world
+            stage, world = self.parameters.stages[name][0], self.parameters.world
             for key, (shape, dtype) in self._kept[name].items():
                 value = None if mine is None else mine[key].to(world.device)
                 if key != "step":

@@ -86,6 +86,21 @@ def read(path: Path) -> Trace:
         raise ValueError(f"{path} is not a trace of `phalanx train --trace`: {error}") from None
 
 
+def segment_seconds(trace: Trace) -> dict[str, float]:
+    """By name, the mean time that a segment's forward and backward took together for one microbatch."""
+    total: dict[tuple[int, str], list[float]] = {}
+    durations = times(trace.schedule, trace.view, trace.events)
+    for at, action in _actions(trace.schedule):
+        if action.kind in ("F", "B", "I", "W") and action.segment is not None:
+            start, end = durations[at, str(action)]
+            total.setdefault((action.segment, action.kind), []).append(end - start)
+    found: dict[str, float] = {}
+    for (segment, _), each in total.items():
+        name = trace.view.segments[segment].name
+        found[name] = found.get(name, 0.0) + fmean(each)
+    return found
+
+
 def predict(trace: Trace) -> Study:
     """The same list simulated at the mean measured durations of each (kind, segment), and of each class of communication."""
     measured = times(trace.schedule, trace.view, trace.events)

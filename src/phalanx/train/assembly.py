@@ -12,6 +12,7 @@ from phalanx.derive.program import Program
 from phalanx.hf import capture_context, is_hf_model
 from phalanx.run.optimizer import AdamW, Constant, Cosine, Linear, Rate, adamw
 from phalanx.run.step import Step, parallelize
+from phalanx.schedule.measured import read, segment_seconds
 from phalanx.train.config import TrainConfig
 from phalanx.train.models import Model
 
@@ -29,6 +30,7 @@ def parallel_step(config: TrainConfig, world: World | LocalWorld, model: Model, 
         microbatches=config.microbatches,
         schedule=config.schedule,
         chunks=config.chunks,
+        seconds=None if config.balance is None else segment_seconds(read(config.balance)),
         zero=config.storage() or config.zero,
         precision=config.precision,
         reduce_dtype=None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype),

@@ -65,6 +65,9 @@ class TrainConfig:
     counted in each block."""
     chunks: int | None = None
     """Stages of each rank, for schedules that take any number of them (interleaved, looped-bfs)."""
+    balance: Path | None = None
+    """The trace.json of a run with --trace, on any mesh: stages are balanced by what its blocks took. Left out: by the work that is counted
+    in each block."""
     zero: Literal[0, 1, 2, 3] = 0
     """What data ranks store once between them instead of once each: 1 the optimizer's state, 2 and the gradients once they are summed,
     3 and the parameters, gathered for each block when it computes."""
