@@ -17,7 +17,7 @@ import phalanx as phx
 from phalanx.bench.peers import cuda
 from phalanx.bench.peers.audit import OPERATORS, SENT, Tracker, sent_bytes
 from phalanx.bench.peers.compare import Refused, Row, assert_used, gap_closed, quartiles
-from phalanx.bench.peers.frameworks import Stage, llama, parameter_groups, plain_step, stages_of
+from phalanx.bench.peers.frameworks import Stage, llama, parameter_groups, plain_step, schedule_of, stages_of
 from phalanx.bench.peers.jobs import JAX_JOBS, JOBS, QUICK_SHAPES, SHAPES, WEIGHT_DECAY, Job, chosen
 from phalanx.bench.peers.ours import Silent, our_step
 from phalanx.bench.peers.report import plot, save, show
@@ -118,11 +118,14 @@ def test_a_side_on_another_transport_is_an_error() -> None:
 # The jobs
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_stages_one_after_another_are_the_model(stages: int) -> None:
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_stages_one_after_another_are_the_model(pp: int) -> None:
+    """Cut as Phalanx cuts it."""
     model, x = llama(QUICK), QUICK.example()["tokens"]
     whole = model(x)
-    parts = [Stage(model, at, stages) for at in range(stages)]
+    cut = schedule_of(JOBS["1f1b"], QUICK, pp).stages
+    assert len(cut) == pp
+    parts = [Stage(model, stage) for stage in cut]
     for part in parts:
         x = part(x)
     assert torch.equal(x, whole)

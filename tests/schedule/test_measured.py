@@ -114,11 +114,11 @@ def test_bytes_are_those_of_the_list() -> None:
 
 
 def test_seconds_of_segments_balance_the_next_run() -> None:
-    """In the simulation every F and B took what it costs; the last block, made four times as dear, gets a stage for itself."""
+    """In the simulation every F and B took what it costs; the last segment, made four times as dear, gets a stage for itself."""
     found = segment_seconds(recorded())
     for k, segment in enumerate(VIEW.segments):
         assert found[segment.name] == pytest.approx(SECONDS["F", k] + SECONDS["B", k], rel=1e-9)
     dear = dict(enumerate(found.values()))
     dear[5] *= 4
-    assert build(VIEW, "1f1b", 2, 4, seconds=dear).stages == ((0, 1, 2, 3), (4, 5))
+    assert build(VIEW, "1f1b", 2, 4, seconds=dear).stages == ((0, 1, 2, 3, 4), (5,))
     assert build(VIEW, "1f1b", 2, 4, seconds=dict.fromkeys(range(6), 1.0)).stages == ((0, 1, 2), (3, 4, 5))
