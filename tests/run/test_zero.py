@@ -44,7 +44,12 @@ Result = tuple[list[tuple[float, float]], dict[str, Tensor], dict[str, Tensor], 
 
 
 def trained(
-    mesh: phx.Mesh, layout: dict, look: Callable[[Step], None] = lambda step: None, tied: bool = True, frozen: str = "", **options
+    mesh: phx.Mesh,
+    layout: dict,
+    look: Callable[[Step], None] = lambda step: None,
+    tied: bool = True,
+    frozen: str = "",
+    **options,
 ) -> Result:
     """Three steps: losses and norms, weights, the last gradients, the optimizer's state, and an evaluation between two steps."""
     made = model(tied, frozen)
@@ -256,3 +261,25 @@ def test_a_step_that_fails_leaves_nothing_gathered() -> None:
         step.load_state_dict(state)
         found = step(batch()).loss
     assert found == pytest.approx(reference()[0][0][0], abs=EXACT)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("action", ["GATHER2", "F1.0"])
+def test_a_rank_that_fails_leaves_no_other_rank_with_old_weights(level: int, action: str) -> None:
+    """Rank 0 has issued gathers that never became whole; the step after it must gather again, on both ranks alike."""
+    made = model(tied=False)
+    found = []
+    for fails in (False, True):
+        with phx.local(phx.Mesh(dp=2), timeout=10) as world:
+            step = phx.parallelize(made, world, example=batch(), loss=loss, layout=DP, zero=level, optimizer=phx.adamw(lr=1e-2))
+            step(batch(0))
+            if fails:
+                operations = step.executors[1]._training.operations
+                at = next(n for n, (_, _, a) in enumerate(operations) if str(a) == action)
+                waits, operation, done = operations[at]
+                operations[at] = waits, lambda: 1 / 0, done  # type: ignore[assignment,return-value]
+                with pytest.raises(ZeroDivisionError):
+                    step(batch(1))
+                operations[at] = waits, operation, done
+            found.append(step(batch(1)).loss)
+    assert found[0] == found[1]

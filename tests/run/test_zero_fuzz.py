@@ -255,7 +255,7 @@ def assert_nothing_is_gathered(step: Step) -> None:
     for executor in step.executors:
         parameters = executor.parameters
         for unit in parameters.units:
-            assert unit.whole is None and unit.gathering is None and not unit.holders, unit.name
+            assert unit.whole is None and (not unit.sliced or (unit.gathering is None and not unit.holders)), unit.name
             assert unit.summed is None, unit.name
             assert not unit.sliced or not any(place.parameter.name in parameters.views for place in unit.places)
         bound = executor._training

@@ -162,18 +162,15 @@ def _within(cut: Cut, forward: Collection[fx.Node], backward: Results, limit: in
         return again & cut.ancestors(backward, given=_saved(cut, forward, backward, again))
 
     again = needed(again)
-    while True:
-        spent, used = sum(map(price.__getitem__, again)), _saved_bytes(cut, forward, backward, again)
-        best: tuple[float, frozenset[fx.Node]] = (0.0, again)
-        for node in sorted((n for n in again if cut.keep_bytes(n) < math.inf), key=cut.order.__getitem__):
-            fewer = needed(again - {node})
-            more = _saved_bytes(cut, forward, backward, fewer) - used
-            gained = (spent - sum(map(price.__getitem__, fewer))) / max(1, more)
-            if used + more <= limit and gained > best[0]:
-                best = gained, fewer
-        if not best[0]:
-            return again
-        again = best[1]
+    spare = limit - _saved_bytes(cut, forward, backward, again)
+    for node in sorted(
+        (n for n in again if cut.keep_bytes(n) < math.inf), key=lambda n: price[n] / max(1, cut.keep_bytes(n)), reverse=True
+    ):
+        fewer = needed(again - {node})
+        more = _saved_bytes(cut, forward, backward, fewer) - (limit - spare)
+        if node in again and more <= spare:
+            again, spare = fewer, spare - more
+    return again
 
 
 def _saved(cut: Cut, forward: Collection[fx.Node], backward: Results, again: Collection[fx.Node]) -> list[fx.Node]:

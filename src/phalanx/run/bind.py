@@ -73,6 +73,7 @@ class Bound:
     def start(self, step: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
         """Take the step number and this rank's microbatches."""
         slots = self.machine.slots
+        self.parameters.let_go()
         self.machine.reset(self._transient)
         slots[self._step] = step
         for j, part in enumerate(parts):

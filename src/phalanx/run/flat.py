@@ -111,11 +111,9 @@ class Unit:
     gathering: Handle | None = None
     """What fills `whole`."""
     holders: set[int] = field(default_factory=set)
-    """Segments that have gathered it."""
+    """Segments that have gathered it in this list."""
     summed: Tensor | None = None
     """Accumulators of the whole of a scattered unit, from its first backward to its sum."""
-    stale: bool = False
-    """Other ranks have updated their slices of `values` since they were gathered."""
 
     @property
     def name(self) -> str:

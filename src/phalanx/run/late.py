@@ -199,8 +199,6 @@ class LateExecutor(Executor):
         if self._open.is_finite:
             self.optimizer.keep(gradients=factor != 1.0)
             self.optimizer.update(1.0 / factor)
-        else:
-            self.parameters.updated()  # other ranks may have: all gather again, or none
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.update(True)
 

@@ -82,9 +82,10 @@ class Parameters(Stored):
 
     def begin(self, *, keep: bool = False) -> None:
         """Forget the gradients of the step before, and give their memory to the forward unless they are to be kept for now."""
+        if self.world.device.type == "cuda":
+            for handle in self._issued:  # of a step that failed: they use memory that is about to be given back
+                handle.wait()
         for unit in self.units:
-            unit.holders.clear()
-            self._drop(unit)
             unit.summed = None
         if not keep:
             self.release()
@@ -263,6 +264,8 @@ class Parameters(Stored):
 
     def gradients(self) -> dict[str, Tensor]:
         """Global gradients of the last step, on every rank, by first name."""
+        if any(unit.trainable and not unit.gradient.held for unit in self.units):
+            raise ValueError("the last step did not end, or none was taken: there are no gradients")
         return self.collect(self.trained, lambda unit: unit.own_gradient, self.accumulator_of)
 
 

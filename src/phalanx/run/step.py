@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
@@ -114,6 +115,12 @@ def parallelize(
             f"the schedule {schedule.name} was made {'without' if schedule.late else 'with'} a barrier before the optimizer, but "
             f"barrier={barrier}; give barrier={not barrier}, or build it from a View with late={not schedule.late}"
         )
+    if isinstance(schedule, Schedule):
+        given = [f"{name}={value!r}" for name, value in (("zero", zero or None), ("chunks", chunks)) if value is not None]
+        if given:
+            raise ValueError(f"the schedule {schedule.name} has stages and storage already: leave {' and '.join(given)} out")
+    if reduce_dtype is not None and not (reduce_dtype.is_floating_point and reduce_dtype.itemsize > 1):
+        raise ValueError(f"reduce_dtype is {reduce_dtype}; gradients travel as torch.bfloat16, torch.float16 or wider")
     if prepare is None and hf.is_hf_model(model):
         prepare = hf.capture_context
     local = isinstance(world, LocalWorld)
@@ -125,6 +132,9 @@ def parallelize(
     warn_of_losses(program, world)
     storage = storage_of(zero, program) if isinstance(schedule, str) else schedule.storage
     view = from_program(program, storage, late=not barrier)
+    if storage is not None and program.mesh.size > 1 and not any(segment.gathers for segment in view.segments):
+        over = ", ".join(storage.axes) or "no axis"
+        warnings.warn(f"zero={storage.level} divides nothing: no gradient is a sum over several ranks of {over}", stacklevel=2)
     pp = world.mesh.extent(("pp",))
     by_index = None if seconds is None else {s.index: seconds[s.name] for s in program.segments if s.name in seconds}
     planned = build(view, schedule, pp, microbatches, chunks, by_index) if isinstance(schedule, str) else schedule

@@ -118,23 +118,18 @@ class Stored:
     def gather(self, segment: int) -> list[Handle]:
         """Issue the gathers that make a segment's parameters whole; `views` has them once the handles are complete.
 
-        What another segment has gathered and still holds, or what no rank has updated since, is there already.
+        What another segment has gathered in this list and still holds is there already.
         """
         return [handle for unit in self._units_of[segment] if unit.split for handle in self._gather(unit, segment)]
 
     def _gather(self, unit: Unit, segment: int) -> list[Handle]:
-        group = self.world.group(unit.split)
-        if not unit.sliced:
-            if not unit.stale:
-                return []
-            unit.stale = False
-            return [self.world.transport.all_gather(unit.values, unit.own_values, group)]
-        first = not unit.holders
+        if not unit.holders:
+            whole = unit.values
+            if unit.sliced:
+                whole = unit.whole = self._buffers.take(unit.numel, unit.dtype)
+                self.views.update((place.parameter.name, place.of(whole)) for place in unit.places)
+            unit.gathering = self.world.transport.all_gather(whole, unit.own_values, self.world.group(unit.split))
         unit.holders.add(segment)
-        if first:
-            unit.whole = self._buffers.take(unit.numel, unit.dtype)
-            self.views.update((place.parameter.name, place.of(unit.whole)) for place in unit.places)
-            unit.gathering = self.world.transport.all_gather(unit.whole, unit.values, group)
         assert unit.gathering is not None
         return [unit.gathering]
 
@@ -146,20 +141,25 @@ class Stored:
                 if not unit.holders:
                     self._drop(unit)
 
+    def let_go(self) -> None:
+        """Forget what was gathered: a list begins with slices, wherever the one before it has ended on each rank."""
+        for unit in self.units:
+            unit.holders.clear()
+            self._drop(unit)
+
     def _drop(self, unit: Unit) -> None:
+        unit.gathering = None
         if unit.whole is not None:
             self._buffers.give(unit.whole)
-            unit.whole = unit.gathering = None
+            unit.whole = None
             for place in unit.places:
                 del self.views[place.parameter.name]
 
     def updated(self) -> None:
-        """The optimizer has changed `updates`: parameters follow their masters, and whole ones are whole no more."""
+        """The optimizer has changed `updates`: parameters follow their masters."""
         pairs = [(u.own_values, u.master) for u in self.units if u.trainable and u.master is not None]
         if pairs:
             torch._foreach_copy_([values for values, _ in pairs], [master for _, master in pairs])
-        for unit in self.units:
-            unit.stale = unit.trainable and bool(unit.split) and not unit.sliced
 
     # Global values
 

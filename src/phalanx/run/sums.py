@@ -47,14 +47,16 @@ def _queued(world: World, calls: Sequence[Call]) -> Handle:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         handle.wait()
         done.record(stream)
-    return _Recorded(world, done, handle)
+    return _Recorded(world, done, handle, calls)
 
 
 class _Recorded:
     """The end of a row of calls on a stream of its own."""
 
-    def __init__(self, world: World, event: torch.cuda.Event, last: Handle) -> None:
+    def __init__(self, world: World, event: torch.cuda.Event, last: Handle, calls: Sequence[Call]) -> None:
         self.world, self.event, self.last = world, event, last
+        self.calls = calls
+        """They hold what they read: freed before the event, it would be the memory of what the current stream makes next."""
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.world.device).wait_event(self.event)

@@ -19,6 +19,7 @@ from phalanx.run.flat import Range, Unit
 from phalanx.run.gather import from_stage
 from phalanx.run.optimizer import Config, Constant, Group, Groups, Optimizer, Rate, Torch, check_numbers, copied, groups
 from phalanx.run.parameters import Parameters
+from phalanx.schedule.view import split_axes
 
 ELEMENTWISE = frozenset(
     {
@@ -114,22 +115,29 @@ class _Part:
 
 
 def _parts(found: Range, elementwise: bool) -> list[_Part]:
-    """What torch updates of a range. Raises ValueError for a parameter that is not whole if it must be."""
+    """What torch updates of a range."""
     if elementwise:
         return [_Part(found, nn.Parameter(found.weights))]
     parts = []
     for place in found.places:
-        parameter = place.parameter
-        if place.shape != parameter.shape or found.unit.ranks > 1:
-            how = f"shape {place.shape} of it" if place.shape != parameter.shape else f"1/{found.unit.ranks} of its elements"
-            raise ValueError(
-                f"{parameter.name} of shape {parameter.shape} is not whole on a rank, which stores {how}; this optimizer is not "
-                "element-wise, so its update would depend on the layout: keep the parameter whole, or take another optimizer"
-            )
         start = place.start - found.unit.start - found.start
         weights = found.weights[start : start + place.numel].view(place.shape)
-        parts.append(_Part(found, nn.Parameter(weights), start, parameter.name))
+        parts.append(_Part(found, nn.Parameter(weights), start, place.parameter.name))
     return parts
+
+
+def _check_whole(parameters: Parameters) -> None:
+    """Raise ValueError, on every rank, if any rank has less than a whole parameter."""
+    program = parameters.program
+    for name in parameters.trained:
+        shape, spec = program.parameters[name].shape, program.parameters[name].spec
+        local, ranks = spec.local_shape(shape, program.mesh), program.mesh.extent(split_axes(program, name, parameters.storage))
+        if local != shape or ranks > 1:
+            how = f"shape {local} of it" if local != shape else f"1/{ranks} of its elements"
+            raise ValueError(
+                f"{name} of shape {shape} is not whole on a rank, which stores {how}; this optimizer is not "
+                "element-wise, so its update would depend on the layout: keep the parameter whole, or take another optimizer"
+            )
 
 
 class TorchOptimizer(Optimizer):
@@ -140,6 +148,8 @@ class TorchOptimizer(Optimizer):
         self.parameters = parameters
         self.steps = 0
         self._group_of = groups(config, parameters.program)
+        if not config.elementwise:
+            _check_whole(parameters)
         self._kept = {} if config.elementwise else {name: _states_of(config, parameters, name) for name in parameters.trained}
         """Shape and dtype of every state of parameters that must be whole."""
         device = parameters.world.device

@@ -70,6 +70,10 @@ class Storage:
             raise ValueError(f"zero is {self.level}; it is 0 (nothing is divided), 1, 2 or 3")
         if self.by_microbatch and self.level == 1:
             raise ValueError("by_microbatch adds gradients up in slices, which zero 1 does not have: take zero 2 or 3")
+        if len(set(self.axes)) < len(self.axes):
+            raise ValueError(f"axes are {', '.join(self.axes)}; each axis divides once")
+        if self.keep is not None and self.level < 3:
+            raise ValueError(f"keep is of zero 3, which frees what it gathers; zero {self.level} keeps whole parameters")
         if self.prefetch < 0:
             raise ValueError(f"prefetch is {self.prefetch}; it is a number of segments of at least 0")
         if self.keep is not None and self.keep <= self.prefetch:

@@ -78,35 +78,28 @@ def residency(uses: Sequence[int], prefetch: int, room: int) -> tuple[dict[int, 
     upcoming = dict(first)  # held or not -> position of its next use
     gathers: dict[int, list[int]] = {}
     frees: dict[int, list[int]] = {}
+    ahead: dict[int, int] = {}  # of the segments in the window that starts here, how many of its uses are theirs
+    end = 0  # of the window: the longest run that uses at most prefetch + 1 segments
     for at, use in enumerate(uses):
-        window = list(dict.fromkeys(uses[at : _end(uses, at, prefetch + 1)]))
-        for wanted in window:
+        while end < len(uses) and (uses[end] in ahead or len(ahead) <= prefetch):
+            wanted = uses[end]
+            ahead[wanted] = ahead.get(wanted, 0) + 1
+            end += 1
             if wanted in last:
                 continue
-            while len(last) >= room:
-                others = [held for held in last if held not in window]
-                if not others:
-                    break
-                victim = max(others, key=lambda held: upcoming[held])
+            if len(last) >= room:
+                victim = max((held for held in last if held not in ahead), key=lambda held: upcoming[held])
                 frees.setdefault(last.pop(victim), []).append(victim)
-            if len(last) < room:
-                gathers.setdefault(at, []).append(wanted)
-                last[wanted] = -1
+            gathers.setdefault(at, []).append(wanted)
+            last[wanted] = -1
         last[use] = at
         upcoming[use] = later[at]
+        ahead[use] -= 1
+        if not ahead[use]:
+            del ahead[use]
     for held, at in last.items():
         frees.setdefault(at, []).append(held)
     return gathers, frees
-
-
-def _end(uses: Sequence[int], start: int, distinct: int) -> int:
-    """Position after the longest run from `start` that uses at most so many segments."""
-    found = set[int]()
-    for at in range(start, len(uses)):
-        found.add(uses[at])
-        if len(found) > distinct:
-            return at
-    return len(uses)
 
 
 def _divided(view: View, segment: int | None) -> bool:

@@ -108,8 +108,9 @@ class Values:
         return (*self._grads(reduction.after, at, j), *(f"reduced:{other}:{j}" for other in reduction.earlier))
 
     def _grads(self, segments: Iterable[int], at: int, microbatch: int | None = None) -> tuple[str, ...]:
-        numbers = [(k, j) for k in segments for j in self.microbatches_at(k, at)]
-        return tuple(f"grad:{k}:{j}" for k, j in numbers if microbatch is None or j == microbatch)
+        if microbatch is not None:
+            return tuple(f"grad:{k}:{microbatch}" for k in segments if self.at(k, microbatch) == at)
+        return tuple(f"grad:{k}:{j}" for k in segments for j in self.microbatches_at(k, at))
 
     def reduced_at(self, segment: int, at: int) -> Sequence[int | None]:
         """Microbatches of the REDUCEs of a segment on a coordinate; None is one for all of them."""

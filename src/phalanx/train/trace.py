@@ -83,7 +83,7 @@ def gathered(events: Sequence[Event], world: World) -> list[Event]:
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     every = _all(mine.to(world.device), world).cpu()
-    parts = (bytes(row[:size].tolist()) for row, size in zip(every, sizes, strict=True))
+    parts = (row[:size].numpy().tobytes() for row, size in zip(every, sizes, strict=True))
     return [Event(*fields) for part in parts for fields in json.loads(part)]
 
 
