@@ -80,7 +80,9 @@ class Stored:
             unit.master = self._empty(unit.slice_numel, unit.accumulator).zero_()
         if unit.trainable:
             numel = unit.slice_numel if unit.scattered else unit.numel
-            sums = any(place.axes for place in unit.places) and not unit.scattered
+            # Shared memory stays for the run: where little of a unit is summed, as the norms beside split matrices, it is not worth it.
+            summed = sum(place.stored for place in unit.places if place.axes)
+            sums = 2 * summed >= unit.numel and not unit.scattered
             shared = self.world.transport.shared(numel, unit.accumulator) if sums else None
             data = (self._empty(numel, unit.accumulator) if shared is None else shared).zero_()
             unit.gradient = Gradients(data, [] if unit.scattered else unit.gaps(data), shared is not None)

@@ -206,7 +206,9 @@ def verify(
     Under processes every rank takes part and returns the same Comparison.
     """
     if config.precision == "fp16":
-        raise ValueError("fp16 skips steps until its loss scale fits, which one process of plain PyTorch does not: verify bf16, or none")
+        raise ValueError(
+            "fp16 skips steps until its loss scale fits, which one process of plain PyTorch does not: verify bf16, or none"
+        )
     rounding = config.dtype if config.precision is None else "bfloat16"
     tolerance = TOLERANCE[rounding] if tolerance is None else tolerance
     model = build(config.model, config.dtype, dropout=config.dropout) if model is None else model
@@ -218,9 +220,7 @@ def verify(
         notes += rewrite_norms(module)
     eps = max(config.optimizer.eps, SMOOTH_EPS.get(rounding, 0.0))
     if eps != config.optimizer.eps:
-        notes.append(
-            f"AdamW's eps is {eps:g} on both sides, so that weights do not follow the sign of rounding in {rounding}"
-        )
+        notes.append(f"AdamW's eps is {eps:g} on both sides, so that weights do not follow the sign of rounding in {rounding}")
         config = replace(config, optimizer=replace(config.optimizer, eps=eps))
     reference: Trainer
     if config.dropout:

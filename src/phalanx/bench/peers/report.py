@@ -94,7 +94,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             row = next(row for row in mine if row.peer == peer)
             panel.fill_between([place - 0.45, place + 0.45], row.a_a_low, row.a_a_high, color="black", alpha=0.2, linewidth=0)
         panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_xticks(range(len(peers)), peers)
+        panel.set_xticks(range(len(peers)), peers, rotation=30, ha="right")
         panel.set(title=shape, ylabel="the peer's seconds over Phalanx's")
         panel.legend()
     figure.suptitle("Grey: the peer against itself")
