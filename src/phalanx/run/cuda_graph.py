@@ -27,7 +27,8 @@ Record = Callable[[Callable[[], T], Any], tuple[Callable[[], None], T]]
 def captured_program(program: Program, record: Record[Any] | None = None) -> tuple[Program, tuple[str, ...]]:
     """The same Program with the F and B of every segment captured when they first run, and the names of those that cannot be.
 
-    For one rank's Executor, whose parameters stay where they are. Results are those of the graphs, bit for bit.
+    For one rank's Executor whose parameters stay where they are: not under zero 3, which gathers them into changing buffers. Results
+    are those of the graphs, bit for bit.
     """
     segments = tuple(captured(segment, record) if capturable(segment) else segment for segment in program.segments)
     left = tuple(before.name for before, after in zip(program.segments, segments, strict=True) if before is after)

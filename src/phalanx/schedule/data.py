@@ -36,7 +36,11 @@ class Part:
     """(axes, bytes) of the parameters that are summed over the same axes, if it is scattered."""
 
     def calls(self, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """(operation, axes, payload bytes) of each call on one rank, in order."""
+        """(operation, axes, payload bytes) of each call on one rank, in order.
+
+        Where parameters that are scattered together need different sums afterwards, ranks hold different shares of each: these bytes
+        are then the mean over them.
+        """
         share = mesh.extent(self.split)
         if self.coordinates:
             return (("all_reduce", ("pp",), self.bytes // share),)
