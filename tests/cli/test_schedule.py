@@ -136,6 +136,7 @@ def test_a_deadlock_is_told_with_its_circle(tmp_path: Path, capsys: pytest.Captu
         (["auto", "--memory", "0.5"], "infeasible"),
         (["--csv", "no/such.csv"], "no/such.csv"),
         (["1f1b", "--run", "no/such"], "leave out NAME"),
+        (["--run", "no/such", "--stages", "8", "--memory", "2"], "leave out --stages, --memory"),
         (["--run", "no/such"], "phalanx train --trace N"),
     ],
 )

@@ -182,8 +182,14 @@ def test_a_plan_is_never_longer_than_a_named_schedule_and_often_shorter() -> Non
 @pytest.mark.timeout(1800)
 def test_a_plan_is_never_longer_than_a_named_schedule_on_the_whole_grid() -> None:
     ratios = [compare(*case) for case in grid((2, 4, 8), (1, 2, 4))]
+    shorter = [1 - ratio for ratio in ratios if 0 < ratio < 1 - 1e-9]
+    alone = sum(ratio == 0 for ratio in ratios)
+    mean, most = sum(shorter) / len(shorter), max(shorter)
+    print(
+        f"{len(ratios)} cases: {len(shorter)} shorter, by {mean:.1%} in the mean and {most:.1%} at most; {alone} where no named one fits"
+    )
     assert len(ratios) == 324
-    assert sum(ratio < 1 - 1e-9 for ratio in ratios) > 200
+    assert len(shorter) + alone > 200
 
 
 def test_without_a_limit_and_with_equal_costs_a_plan_reaches_the_bound_that_nothing_beats() -> None:

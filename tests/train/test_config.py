@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,25 @@ def test_an_axis_that_splits_nothing_is_refused(config: TrainConfig, axis: str) 
         config.check()
     TrainConfig(mesh="pp=2,ep=1,dp=2").check()
     TrainConfig(mesh="dp=2,tp=2", layout="batch=dp", sequence_parallel=True).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mesh": "tp=2", "zero": 3}, "zero 3 divides over data ranks, but no axis of mesh 'tp=2' splits the batch"),
+        ({"mesh": "dp=2,tp=2", "zero": 2, "zero_axes": "tp"}, "the axes that split the batch are dp"),
+        ({"mesh": "dp=2", "zero": 2, "zero_axes": "db"}, "mesh 'dp=2' has dp (did you mean 'dp'?)"),
+        ({"mesh": "dp=2", "zero": 2, "zero_axes": "dp+dp"}, "each axis divides once"),
+        ({"mesh": "dp=2", "zero_axes": "dp"}, "zero is 0: nothing is divided"),
+        ({"mesh": "dp=2", "prefetch": 3}, "zero is 0: nothing is gathered"),
+        ({"mesh": "dp=2", "zero": 3, "prefetch": -1}, "prefetch is -1"),
+        ({"precision": "bf16", "dtype": "float64"}, "precision bf16 computes from float32 parameters"),
+        ({"mesh": "pp=2", "schedule": "zbv"}, "did you mean 'zb-v'?"),
+        ({"mesh": "pp=2", "schedule": "1f1b", "chunks": 2}, "1f1b has exactly 1 stage on each rank, not chunks=2"),
+        ({"mesh": "pp=2", "schedule": "dualpipe", "microbatches": 2}, "at least 2 pp = 4"),
+        ({"trace": 300}, "trace is 300; it is one of the steps 1 to 200"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_any_rank_starts(settings: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TrainConfig(**settings).check()

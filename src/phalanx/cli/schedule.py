@@ -84,6 +84,9 @@ def main(args: list[str]) -> int:
     if options.run is not None:
         if options.name or options.compare or options.csv:
             raise ValueError(f"--run {options.run} shows the schedule that ran; leave out NAME, --compare and --csv")
+        asked = ("stages", "microbatches", "chunks", "memory", "costs")
+        if changed := [f"--{name}" for name in asked if getattr(options, name) != getattr(Options, name)]:
+            raise ValueError(f"--run {options.run} shows a step as it was measured; leave out {', '.join(changed)}")
         return measured(options, options.run)
     try:
         studies = ordered(options)

@@ -191,6 +191,8 @@ class TrainConfig:
         """--zero divides over axes whose ranks hold the same parameters: those that split the batch."""
         if self.zero_axes is not None and not self.zero:
             raise ValueError(f"zero_axes is {self.zero_axes!r}, but zero is 0: nothing is divided")
+        if self.prefetch != 1 and not self.zero:
+            raise ValueError(f"prefetch is {self.prefetch}, but zero is 0: nothing is gathered")
         storage, batch = self.storage(), self._batch_axes()
         for axis in storage.axes if storage else ():
             if axis not in mesh.names:
