@@ -136,7 +136,7 @@ def test_what_a_command_does_not_read_is_refused(command: str, option: str, caps
 def test_a_file_may_say_what_a_command_does_not_read(tmp_path: Path) -> None:
     """The configuration that a run leaves is one to explain."""
     path = tmp_path / "config.yaml"
-    path.write_text(dump(TrainConfig(model="mlp", steps=9, data=Path("text"), out=Path("runs/a"))))
+    path.write_text(dump(TrainConfig(model="mlp", steps=9, data=("text",), out=Path("runs/a"))))
     read = defaults(["--config", str(path)], Explained())
     assert (type(read), read.model, read.steps, read.data) == (Explained, "mlp", 9, Path("text"))
 

@@ -25,7 +25,7 @@ def test_yaml_fills_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
         TrainConfig(),
     )
     assert config == TrainConfig(
-        steps=7, mesh="dp=2,tp=2", data=Path("some/text"), optimizer=OptimizerConfig(lr=3e-4, betas=(0.8, 0.9))
+        steps=7, mesh="dp=2,tp=2", data=("some/text",), optimizer=OptimizerConfig(lr=3e-4, betas=(0.8, 0.9))
     )
 
 
@@ -37,7 +37,7 @@ def test_yaml_over_other_defaults(tmp_path: Path) -> None:
 
 
 def test_dump_and_load_agree(tmp_path: Path) -> None:
-    config = TrainConfig(mesh="pp=2", data=Path("a"), dtype="bfloat16", optimizer=OptimizerConfig(max_norm=None))
+    config = TrainConfig(mesh="pp=2", data=("a",), dtype="bfloat16", optimizer=OptimizerConfig(max_norm=None))
     assert load(written(tmp_path, dump(config)), TrainConfig()) == config
     assert load(written(tmp_path, dump(TrainConfig())), TrainConfig()) == TrainConfig()
 

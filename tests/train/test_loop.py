@@ -45,7 +45,7 @@ def run(config: TrainConfig) -> Path:
 def test_the_curve_is_the_same_on_every_mesh(tmp_path: Path, text: Path) -> None:
     curves = {}
     for mesh, microbatches in (("", 1), ("dp=2", 2), ("dp=2,tp=2", 1), ("pp=2,tp=2", 2)):
-        config = TrainConfig(mesh=mesh, microbatches=microbatches, steps=4, batch=4, seq=16, dtype="float64", data=text)
+        config = TrainConfig(mesh=mesh, microbatches=microbatches, steps=4, batch=4, seq=16, dtype="float64", data=(str(text),))
         curves[mesh] = losses(run(TrainConfig(**{**vars(config), "out": tmp_path / f"run-{mesh}"})))
     assert len(curves[""]) == 4
     assert curves[""][0] != curves[""][-1]
@@ -54,7 +54,7 @@ def test_the_curve_is_the_same_on_every_mesh(tmp_path: Path, text: Path) -> None
 
 
 def test_a_run_leaves_its_configuration_and_a_line_per_step(tmp_path: Path, text: Path) -> None:
-    config = TrainConfig(mesh="dp=2", steps=3, batch=4, seq=16, data=text, out=tmp_path / "run")
+    config = TrainConfig(mesh="dp=2", steps=3, batch=4, seq=16, data=(str(text),), out=tmp_path / "run")
     stream = io.StringIO()
     with local(Mesh(dp=2)) as world:
         summary = train(config, world, Console(file=stream, width=200))
@@ -79,7 +79,7 @@ def test_folders_are_not_used_twice_unless_asked_for(tmp_path: Path, monkeypatch
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, text: Path) -> None:
     settings = OptimizerConfig(lr=1e30, warmup=1, max_norm=None)
-    config = TrainConfig(steps=20, batch=2, seq=8, data=text, out=tmp_path / "run", optimizer=settings)
+    config = TrainConfig(steps=20, batch=2, seq=8, data=(str(text),), out=tmp_path / "run", optimizer=settings)
     with pytest.raises(FloatingPointError, match=r"step \d+: .* not finite"):
         run(config)
     assert 0 < len(losses(tmp_path / "run")) < 20
@@ -105,7 +105,7 @@ def test_local_ranks_start_by_themselves_and_tell_once(tmp_path: Path, text: Pat
     assert process.returncode == 0, err
     assert len(losses(out)) == 3
     assert sum(line.startswith("step 3/3") for line in said.splitlines()) == 1
-    alone = TrainConfig(batch=4, seq=16, steps=3, data=text, out=tmp_path / "alone")
+    alone = TrainConfig(batch=4, seq=16, steps=3, data=(str(text),), out=tmp_path / "alone")
     # float32 sums in another order: some 1e3 additions of 6e-8 each
     assert losses(out) == pytest.approx(losses(run(alone)), rel=1e-4)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from phalanx.cli.options import Switch, Unused, defaults
+from phalanx.cli.options import NoRun, Switch, Unused, defaults
 from phalanx.train.config import OptimizerConfig, TrainConfig
 from phalanx.train.metrics import bytes_text
 
@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explained(TrainConfig):
+class Explained(NoRun):
     """What of a run its graphs depend on."""
 
     steps: Unused[int] = 200
     device: Unused[Literal["cpu", "cuda"] | None] = None
     optimizer: Unused[OptimizerConfig] = field(default_factory=OptimizerConfig)
-    data: Unused[Path | None] = None
-    watch: Unused[bool | None] = None
-    profile: Unused[Path | None] = None
-    held_out: Unused[int] = 0
-    trace: Unused[int | None] = None
     compile: Unused[bool] = False
     balance: Unused[Path | None] = None
     reduce_dtype: Unused[Literal["bfloat16"] | None] = None
-    out: Unused[Path | None] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,8 @@ def main(args: list[str]) -> int:
         # What needs no model is refused here, at once, rather than by every rank after it has started.
         if config.balance is not None:
             read_trace(config.balance)
-        if config.data is not None:
-            byte_tokens(config.data)
+        for source in config.data:
+            byte_tokens(Path(source))
         if config.profile is not None:
             measured_wires(config.profile)
         print(

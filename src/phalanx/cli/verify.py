@@ -10,23 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from phalanx.cli.options import Switch, Unused, defaults
-from phalanx.train.config import OptimizerConfig, TrainConfig
+from phalanx.cli.options import NoRun, Switch, defaults
+from phalanx.train.config import OptimizerConfig
 
 if TYPE_CHECKING:
     from phalanx.train.verify import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified(TrainConfig):
+class Verified(NoRun):
     """What of a run is verified: all but its text and its folder."""
-
-    data: Unused[Path | None] = None
-    watch: Unused[bool | None] = None
-    profile: Unused[Path | None] = None
-    held_out: Unused[int] = 0
-    trace: Unused[int | None] = None
-    out: Unused[Path | None] = None
 
 
 DEFAULTS = Verified(mesh="dp=2,tp=2", steps=3, dtype="float64", optimizer=OptimizerConfig(warmup=1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import Tensor
 
 from phalanx.comm.world import World
@@ -27,13 +29,13 @@ class Batches:
         self._training: Loader | None = None
         self._held_out: Loader | None = None
         if model.tokens is not None:
-            training, held_out = split(byte_tokens(config.data))
-            self.source = f"{len(training):,} bytes of {config.data or 'the Python standard library'}"
+            training, held_out = split(byte_tokens(Path(config.data[0]) if config.data else None))
+            self.source = f"{len(training):,} bytes of {', '.join(config.data) or 'the Python standard library'}"
             self._training = Loader(training, config.batch, config.seq, config.seed)
             if config.held_out:
                 self._held_out = Loader(held_out, config.batch, config.seq, config.seed)
-        elif config.data is not None:
-            raise ValueError(f"--data {config.data}: model {config.model} does not read text")
+        elif config.data:
+            raise ValueError(f"--data {' '.join(config.data)}: model {config.model} does not read text")
 
     def training(self, number: int) -> dict[str, Tensor]:
         """The batch of a step, numbered from 0."""

@@ -103,10 +103,44 @@ class TrainConfig:
     dropout: float = 0.0
     """Dropout probability, for models that have it."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: Path | None = None
-    """A text file or a folder of them, read as bytes. Left out: the Python standard library's own sources."""
+    data: tuple[str, ...] = ()
+    """What to learn from: text files or folders of them (read as bytes), or token files of `phalanx data pack`. Several are blended by
+    weight, as in --data wiki=0.7 code=0.3. Left out: the Python standard library's own sources."""
+    mask_documents: bool = False
+    """Let no token attend to another document packed into the same sequence, nor predict the first token of the next one."""
     held_out: int = 0
-    """Batches of held-out samples (the last twentieth of the text) to evaluate after the last step."""
+    """Batches of held-out samples (the last twentieth of the text) to evaluate after the last step, and every --eval-every."""
+    eval_every: int | None = None
+    """Steps between evaluations of the held-out batches, which tell loss and perplexity. Left out: after the last step only."""
+    resume: str | None = None
+    """Go on with a run: its folder (its newest good checkpoint), one checkpoint, or auto: the run in --out if it has a checkpoint, else a
+    new one. Settings are those of the run; the command line overrides them, --mesh for example."""
+    init_from: str | None = None
+    """Start a new run from these weights: a checkpoint, a run folder, or a Hugging Face folder."""
+    init_optimizer: Literal["fresh", "kept"] = "fresh"
+    """Of --init-from a checkpoint: forget the optimizer's state, or keep it."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, which are written while training goes on. Left out: one after the last step; 0: none at all."""
+    keep: int = 2
+    """Newest checkpoints that stay in the folder; 0 keeps all."""
+    checkpoints: str | None = None
+    """Where checkpoints go: a folder, or any address that fsspec writes to. Left out: the folder checkpoints of the run folder."""
+    restarts: int = 0
+    """Times that the ranks are started anew, from the newest good checkpoint, after one of them has died. With ranks that another launcher
+    starts, this is the launcher's to say."""
+    on_non_finite: Literal["stop", "skip", "rewind"] = "stop"
+    """When a loss or gradient is not finite: stop with an error; skip the update; or go back to the newest checkpoint and on past the
+    samples of that step."""
+    on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
+    """The same when a step's loss is far above those before it (--spike-factor), or ignore it."""
+    spike_factor: float = 6.0
+    """A loss is a spike if it is above the median of the last 64 by this many times their median absolute deviation."""
+    check_replicas: int | None = None
+    """Steps between checks that what ranks hold copies of is equal on all of them. Left out: never."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files into the run folder as well."""
+    wandb: str | None = None
+    """Tell Weights & Biases as well, under this project."""
     trace: int | None = None
     """A step to record, counted from 1: when every action of every rank began and ended, on one clock, into trace.json of the run
     folder, which `phalanx schedule --run` shows. Left out: none."""
@@ -155,7 +189,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError for what can be known to be wrong before any rank starts."""
         mesh = self.parsed_mesh()
-        for name in ("steps", "microbatches", "batch", "seq", "chunks"):
+        for name in ("steps", "microbatches", "batch", "seq", "chunks", "eval_every", "check_replicas"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it is a number of at least 1")
@@ -305,6 +339,9 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         if value in options:
             return value
         raise ValueError(f"{where} is {value!r}; there are {closest(str(value), options)}")
+    if origin is tuple and options[-1:] == (Ellipsis,):
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_value(options[0], item, where) for item in items)
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(options):
         return tuple(_value(option, item, where) for option, item in zip(options, value, strict=True))
     if kind is float and isinstance(value, str):
