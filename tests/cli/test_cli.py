@@ -138,7 +138,7 @@ def test_a_file_may_say_what_a_command_does_not_read(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump(TrainConfig(model="mlp", steps=9, data=("text",), out=Path("runs/a"))))
     read = defaults(["--config", str(path)], Explained())
-    assert (type(read), read.model, read.steps, read.data) == (Explained, "mlp", 9, Path("text"))
+    assert (type(read), read.model, read.steps, read.data) == (Explained, "mlp", 9, ("text",))
 
 
 @pytest.mark.parametrize("args", [["--data", "no/such/text"], ["--schedule", "1f2b"], ["--mesh", "ep=2"]])

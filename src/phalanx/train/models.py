@@ -15,10 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import rules
+from phalanx.comm.world import World
+from phalanx.derive.program import Parameter
 from phalanx.models import llama, mlp
 from phalanx.train import tiny
 from phalanx.train.config import closest
 
+Values = Callable[[Parameter, World], Tensor]
+"""The shard of a parameter or buffer that a rank starts with."""
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 Factory = Callable[[], nn.Module]
 
@@ -40,6 +44,10 @@ class Model:
     """Default sizes of a step."""
     tokens: str | None
     """The batch entry that holds tokens, beside "targets"; None for a model that does not read text."""
+    positions: str | None = None
+    """The batch entry that holds each token's position in its document, if sequences hold several documents that are kept apart."""
+    values: Values | None = None
+    """Where its weights are read from, shard by shard; None: as the factory initialises them."""
 
     @property
     def dimensions(self) -> tuple[str, ...]:
