@@ -33,8 +33,11 @@ MAY_IMPORT = {
 }
 # tyro draws the command line, yaml and rich belong to a person's run: none of them below `train`.
 THIRD_PARTY = {"torch": None, "numpy": None, "safetensors": None, "transformers": ("hf", "train", "bench")}
-THIRD_PARTY |= {"pynvml": ("observe",), "matplotlib": ("bench",), "mpi4py": ("bench",), "jax": ("bench",)}
+THIRD_PARTY |= {"pynvml": ("observe",), "matplotlib": ("bench", "observe"), "mpi4py": ("bench",), "jax": ("bench",)}
+THIRD_PARTY |= {"fsspec": ("train",), "filelock": ("train",), "xxhash": ("run", "train"), "wandb": ("train",)}
+THIRD_PARTY |= {"tokenizers": ("train", "bench"), "pyarrow": ("train",), "datasets": ("bench",)}
 OPTIONAL = {"transformers", "pynvml", "matplotlib", "mpi4py", "jax"}  # extras: imported where they are used
+OPTIONAL |= {"wandb", "tokenizers", "pyarrow", "datasets"}
 THIRD_PARTY |= {"rich": ("train", "observe", "bench", "cli"), "yaml": ("train", "plan"), "tyro": ("bench", "cli")}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.mesh import Mesh
-from phalanx.spec import Spec, dim_ranges
+from phalanx.spec import Spec, clipped_ranges
 
 # Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators": the increment and Stafford's mix 13.
 GAMMA = 0x9E3779B97F4A7C15
@@ -107,19 +107,27 @@ def global_index(spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int, device
 
 
 def index_factors(
-    spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int, device: torch.device | str = "cpu"
+    spec: Spec,
+    shape: Sequence[int],
+    mesh: Mesh,
+    rank: int,
+    device: torch.device | str = "cpu",
+    *,
+    padded: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`global_index` as an outer sum, rows[:, None] + columns, with one column per element of the last dimension.
 
-    Two vectors in place of a tensor of the shard's size.
+    Two vectors in place of a tensor of the shard's size. Of a value that is stored in the larger shape `padded`, the elements of the
+    shard that are not padding; their positions are those in `shape`.
     """
-    spec.check(shape, mesh)
+    padded = shape if padded is None else padded
+    spec.check(padded, mesh)
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     columns = rows
     for dim in range(len(shape)):
         rows = (rows[:, None] + columns).reshape(-1)
         stride = math.prod(shape[dim + 1 :])
-        pieces = dim_ranges(spec, shape, mesh, rank, dim)
+        pieces = clipped_ranges(spec, shape, padded, mesh, rank, dim)
         columns = torch.cat([torch.arange(start, start + length, device=device) * stride for start, length in pieces])
     return rows, columns
 

@@ -95,6 +95,14 @@ def dim_ranges(spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int, dim: int
     return tuple(pieces)
 
 
+def clipped_ranges(
+    spec: Spec, shape: Sequence[int], padded: Sequence[int], mesh: Mesh, rank: int, dim: int
+) -> tuple[tuple[int, int], ...]:
+    """`dim_ranges` of a value that is stored in the larger shape `padded`, without the padding at its end; lengths may be 0."""
+    ranges = dim_ranges(spec, padded, mesh, rank, dim)
+    return tuple((start, max(0, min(length, shape[dim] - start))) for start, length in ranges)
+
+
 def shard(value: Tensor, spec: Spec, mesh: Mesh, rank: int) -> Tensor:
     """The piece of a global `value` that `rank` holds.
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from phalanx.comm.local import local
 from phalanx.mesh import Mesh
 from phalanx.train.config import OptimizerConfig, TrainConfig, load
-from phalanx.train.loop import run_folder, train
+from phalanx.train.folder import run_folder
+from phalanx.train.loop import train
 
 SOURCE = Path(__file__).parents[2] / "src"
 

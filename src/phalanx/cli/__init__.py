@@ -19,9 +19,13 @@ from typing import Any
 COMMANDS = {
     "train": "Train a model on a mesh; starts the local ranks itself.",
     "verify": "Compare a model on a mesh with the same model in one plain PyTorch process.",
+    "data": "Pack text into the token folders that training reads.",
     "explain": "Say what every rank computes, exchanges and keeps, before any run.",
     "schedule": "Draw a pipeline schedule and say what it costs, or show a step that was recorded.",
+    "export": "Write a checkpoint as the folder of a Hugging Face model.",
     "run": "Run your own script on several local ranks.",
+    "launch": "Print a recipe for a run under Slurm, torchrun, mpirun or Kubernetes.",
+    "runs": "List runs, compare them, or draw their losses.",
     "show": "Show a collective on small tensors: before, after, and who sent what to whom.",
     "bench": "Measure: collectives, or this machine's hardware.",
     "doctor": "Find what is wrong: topology, slow links, or a run that hung.",

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import runpy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from phalanx.cli.options import NoRun, Switch, Unused, defaults
-from phalanx.train.config import OptimizerConfig, TrainConfig
+from phalanx.train.config import OptimizerConfig, TrainConfig, closest
 from phalanx.train.metrics import bytes_text
 
 if TYPE_CHECKING:
     from phalanx.derive.program import Program
+    from phalanx.derive.suggest import Suggestion
     from phalanx.schedule.actions import Schedule, Storage
     from phalanx.schedule.check import Report
 
@@ -43,6 +46,9 @@ class Options:
     """Print every rank's list of actions as well."""
     json: Switch = False
     """Print the collectives as one JSON object and nothing else."""
+    suggest_rules: Switch = False
+    """Print a table of dimension names for the model and nothing else. It needs none yet, and may be FILE.py:FUNCTION, which returns
+    (module, batch) or (module, batch, loss)."""
     run: Annotated[Explained, tyro.conf.arg(name="")]
 
 
@@ -50,6 +56,9 @@ def main(args: list[str]) -> int:
     options = tyro.cli(Options, args=args, default=Options(run=defaults(args, Explained())), prog="phalanx explain")
     config = options.run
     config.check()
+    if options.suggest_rules:
+        print(suggested(config))
+        return 0
 
     from phalanx.run.initialize import deferred_init
     from phalanx.schedule import build, from_program
@@ -58,7 +67,7 @@ def main(args: list[str]) -> int:
     from phalanx.train.assembly import derived_program
     from phalanx.train.models import build as build_model
 
-    model = build_model(config.model, config.dtype, dropout=config.dropout)
+    model = build_model(config.model, config.dtype, dropout=config.dropout, documents=config.mask_documents)
     config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
     program = derived_program(config, model, deferred_init(model.factory))
     view = from_program(program, config.storage(), late=not config.barrier)
@@ -72,6 +81,56 @@ def main(args: list[str]) -> int:
     if options.actions:
         print(f"\n{schedule}")
     return 0
+
+
+def suggested(config: TrainConfig) -> Suggestion:
+    """Names for a model that may have no table: by its name, or by the file and function that make it."""
+    from phalanx.derive.suggest import suggest
+    from phalanx.hf import capture_context, is_hf_model
+
+    path, _, function = config.model.rpartition(":")
+    module, example, *loss = made_by(Path(path), function) if path.endswith(".py") else without_table(config)
+    return suggest(module, example, *loss, prepare=capture_context if is_hf_model(module) else None)
+
+
+def made_by(path: Path, function: str) -> Sequence[Any]:
+    """(module, batch) or (module, batch, loss) from a function of a Python file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--model {path}:{function}: there is no file {path}")
+    names = runpy.run_path(str(path), run_name=path.stem)
+    if not callable(names.get(function)):
+        there = closest(function, [name for name, value in names.items() if callable(value)])
+        raise ValueError(f"--model {path}:{function}: {path} has no function {function!r}; there are {there}")
+    made = names[function]()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(
+            f"{path}:{function} returned {type(made).__name__}; it returns (module, batch) or (module, batch, loss)"
+        )
+    return made
+
+
+def without_table(config: TrainConfig) -> Sequence[Any]:
+    """Module, batch and loss of a model by its name. Those of Hugging Face are built here, since `build` wants a table for them."""
+    import torch
+
+    from phalanx.hf import Folder
+    from phalanx.run.initialize import deferred_init
+    from phalanx.train import models, tiny
+
+    models.check_name(config.model)
+    kind, _, rest = config.model.partition(":")
+    dtype = getattr(torch, config.dtype)
+    if kind == "hf-tiny":
+        factory, vocab = partial(tiny.build, rest, dtype), tiny.config(rest).vocab_size
+    elif kind == "hf":
+        folder = Folder(rest, dropout=config.dropout)
+        factory, vocab = partial(folder.module, dtype), folder.config.vocab_size
+    else:
+        model = models.build(config.model, config.dtype, dropout=config.dropout, documents=config.mask_documents)
+        example = model.example(config.batch or model.batch, config.seq or model.seq, config.seed)
+        return deferred_init(model.factory), example, model.loss
+    example = models.token_batch("input_ids", vocab, config.batch or 8, config.seq or 32, config.seed)
+    return deferred_init(factory), example, models.token_loss
 
 
 def head(config: TrainConfig, program: Program) -> list[str]:
@@ -132,4 +191,4 @@ def numel(program: Program, names: Iterable[str], *, local: bool = False) -> lis
     parameters = [program.parameters[name] for name in names]
     if local:
         return [math.prod(p.spec.local_shape(p.shape, program.mesh)) for p in parameters]
-    return [math.prod(p.shape) for p in parameters]
+    return [math.prod(p.given) for p in parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -22,22 +23,39 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 def defaults(args: list[str], otherwise: Config) -> Config:
     """What the run is before the command line has its say: the file that --config names in `args`, or `otherwise`.
 
-    A key that the file leaves out has the value that it has in `otherwise`.
+    A key that the file leaves out has the value that it has in `otherwise`; --resume of a run begins with the settings of that run.
     """
+    resumed, file = _option(args, "--resume"), _option(args, "--config")
+    if resumed is not None and resumed not in ("auto", "None"):
+        folder = run_of(Path(resumed))
+        if folder is not None:
+            otherwise = dataclasses.replace(
+                load(folder / "config.yaml", otherwise), out=folder, init_from=None, init_optimizer="fresh"
+            )
+    return otherwise if file is None else load(Path(file), otherwise)
+
+
+def run_of(path: Path) -> Path | None:
+    """The run folder that a path to one, or to a checkpoint in one, belongs to; None for any other."""
+    return next((folder for folder in (path, path.parent, path.parent.parent) if (folder / "config.yaml").is_file()), None)
+
+
+def _option(args: list[str], name: str) -> str | None:
+    """The last value of an option in `args`."""
+    found = None
     for position, word in enumerate(args):
-        if word == "--config" and position + 1 < len(args):
-            return load(Path(args[position + 1]), otherwise)
-        if word.startswith("--config="):
-            return load(Path(word.removeprefix("--config=")), otherwise)
-    return otherwise
+        if word == name and position + 1 < len(args):
+            found = args[position + 1]
+        elif word.startswith(f"{name}="):
+            found = word.removeprefix(f"{name}=")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoRun(TrainConfig):
-    """A run as commands see it that take no step of one: without its text, its folder, its checkpoints and its faults."""
+    """A run as commands see it that take no step of one: without its text, folder, checkpoints and its faults."""
 
     data: Unused[tuple[str, ...]] = ()
-    mask_documents: Unused[bool] = False
     held_out: Unused[int] = 0
     eval_every: Unused[int | None] = None
     resume: Unused[str | None] = None

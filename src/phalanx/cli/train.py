@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from phalanx.cli.options import defaults
 from phalanx.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from phalanx.train.folder import RunFolder
+    from phalanx.train.launch import RankFailure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,59 +36,104 @@ def main(args: list[str]) -> int:
 
     from phalanx.comm.launch import launch_from
     from phalanx.train.models import check_name
-    from phalanx.train.wires import measured_wires
 
     check_name(config.model)
     started = launch_from(os.environ)
-    if mesh.size > 1 and started is None:
-        from phalanx.schedule.measured import read as read_trace
-        from phalanx.train.data import byte_tokens
-        from phalanx.train.launch import launch, rank_command
-
-        # What needs no model is refused here, at once, rather than by every rank after it has started.
-        if config.balance is not None:
-            read_trace(config.balance)
-        for source in config.data:
-            byte_tokens(Path(source))
-        if config.profile is not None:
-            measured_wires(config.profile)
-        print(
-            f"starting {mesh.size} local ranks for mesh {config.mesh}; each imports torch and derives its program first",
-            flush=True,
-        )
-        launch(mesh.size, rank_command(["train", *args]))
-        return 0
-    join(config, is_first=started is None or started.rank == 0)
-    return 0
+    if started is None and (mesh.size > 1 or config.restarts):
+        return start(config, args)
+    if started is not None and started.restarts and config.resume is None:
+        if config.out is None:
+            raise ValueError(
+                "the launcher has started the ranks again, but without --out nobody knows in which folder the run was: name one"
+            )
+        config = replace(config, resume="auto")
+    return join(config, is_first=started is None or started.rank == 0)
 
 
-def join(config: TrainConfig, *, is_first: bool) -> None:
-    """Train as one rank. The first one decides for all where the run folder is, and reads the profile."""
+def start(config: TrainConfig, args: list[str]) -> int:
+    """Start local ranks, and start them again as often as --restarts says."""
+    from phalanx.train.folder import RunFolder
+    from phalanx.train.launch import RankFailure, Stopped, launch, rank_command
+
+    check_files(config)
+    ranks = config.parsed_mesh().size
+    print(f"starting {ranks} local ranks for mesh {config.mesh}; each imports torch and derives its program first", flush=True)
+    # All starts of a run share a folder.
+    folder = RunFolder.create(config)
+    asked = [*args, "--out", str(folder.path)]
+    try:
+        for attempt in range(config.restarts + 1):
+            try:
+                again = ["--resume", "auto"] if attempt else []
+                launch(ranks, rank_command(["train", *asked, *again]), logs=folder.logs, attempt=attempt)
+                return 0
+            except Stopped:
+                raise
+            except RankFailure as failure:
+                if failure.user_mistake or attempt == config.restarts:
+                    raise
+                tell_restart(failure, attempt + 1, config.restarts, folder)
+    finally:
+        if config.out is None:
+            for left in (folder.logs, folder.path):
+                with suppress(OSError):  # not empty: there was a run
+                    left.rmdir()
+    raise AssertionError("every attempt returns or raises")
+
+
+def tell_restart(failure: RankFailure, attempt: int, restarts: int, folder: RunFolder) -> None:
+    print(f"phalanx: {failure}", file=sys.stderr)
+    again = f"starting the ranks again, from the newest good checkpoint (restart {attempt} of {restarts})"
+    print(f"phalanx: {again}", file=sys.stderr, flush=True)
+    folder.event("restart", 0, why=str(failure).splitlines()[0], attempt=attempt)
+
+
+def check_files(config: TrainConfig) -> None:
+    """What needs no model is refused here, at once, rather than by every rank after it has started."""
+    from phalanx.schedule.measured import read as read_trace
+    from phalanx.train.checkpoint.load import find
+    from phalanx.train.data.source import open_sources
+    from phalanx.train.wires import measured_wires
+
+    if config.balance is not None:
+        read_trace(config.balance)
+    if config.data:
+        open_sources(config.data)
+    if config.profile is not None:
+        measured_wires(config.profile)
+    if config.resume is not None and config.resume != "auto":
+        find(config.resume)
+
+
+def join(config: TrainConfig, *, is_first: bool) -> int:
+    """Train as one rank; returns the exit code. The first one decides for all where the run folder is, and reads the profile."""
     from rich.console import Console
 
     from phalanx.comm.world import init
-    from phalanx.train.loop import run_folder, train
+    from phalanx.train.folder import RunFolder
+    from phalanx.train.loop import train
     from phalanx.train.wires import measured_wires
 
     wires = measured_wires(config.profile) if is_first and config.profile is not None else None
     # Before the ranks meet: the first thing that they write down is how they do.
-    folder = run_folder(config) if is_first and config.watch is not False else None
+    folder = RunFolder.create(config).path if is_first else None
     try:
         world = init(
             config.parsed_mesh(),
             device=config.device,
             wires=wires,
-            watch=folder,
+            watch=folder if config.watch is not False else None,
             watched=WATCHED[config.watch],
         )
         try:
-            train(config if folder is None else replace(config, out=folder), world, Console())
+            summary = train(config if folder is None else replace(config, out=folder), world, Console())
         finally:
             world.close()
     finally:
         if folder is not None and config.out is None:
             with suppress(OSError):  # not empty: there was a run
                 folder.rmdir()
+    return 0 if summary.stopped is None else 128 + (summary.stopped or 15)
 
 
 WATCHED: dict[bool | None, tuple[str, ...]] = {None: ("gloo",), True: ("gloo", "nccl", "shm"), False: ()}

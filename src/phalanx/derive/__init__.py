@@ -19,6 +19,7 @@ from phalanx.derive.coupling import refuse_coupling, samples
 from phalanx.derive.hints import hints_by_node, hints_within
 from phalanx.derive.lower import lower
 from phalanx.derive.names import Layout, Placements, compile_names
+from phalanx.derive.padding import padded
 from phalanx.derive.precision import Precision
 from phalanx.derive.program import Captured, Origin, Parameter, Piece, Program, Segment, SegmentClass, Source, Value
 from phalanx.derive.recompute import Choice, Recompute, choices
@@ -102,12 +103,13 @@ def derive_placed(
 ) -> Program:
     """The Program of a captured model whose parameters, batch entries and module outputs have Specs: any that divide are legal."""
     chosen = choices(recompute, [piece.name for piece in captured.pieces])
-    deriving = _Deriving(captured, mesh, placed, torch.device(device), chosen if graphs else None)
-    tables = deriving.segment(captured.tables, -1) if captured.tables is not None else None
-    segments = tuple(deriving.segment(piece, index) for index, piece in enumerate(captured.pieces))
-    count = deriving.segment(captured.count, -1, keep_partial=True)
+    long, cuts = padded(captured, placed.parameters, placed.buffers)
+    deriving = _Deriving(long, mesh, placed, torch.device(device), chosen if graphs else None)
+    tables = deriving.segment(long.tables, -1) if long.tables is not None else None
+    segments = tuple(deriving.segment(piece, index) for index, piece in enumerate(long.pieces))
+    count = deriving.segment(long.count, -1, keep_partial=True)
     batch_axes = tuple(axis for axis in mesh.names if axis in count.cls.outputs[0].spec.partial)
-    report = [{**note, "segment": s.name} for s in segments for note in s.cls.notes]
+    report = [*({**note, "segment": s.name} for s in segments for note in s.cls.notes), *cuts]
     return Program(
         mesh, microbatches, segments, placed.parameters, placed.buffers, placed.batch, tables, captured.tables_read_batch, count,
         batch_axes, captured.warnings + placed.warnings, report, index_bounds(captured.pieces),

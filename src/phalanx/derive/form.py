@@ -103,6 +103,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
+def valid_shape(node: fx.Node) -> tuple[int, ...]:
+    """The true shape of a value, without the padding that `derive.padding` gave it."""
+    true: tuple[int, ...] | None = node.meta.get("valid")
+    return shape_of(node) if true is None else true
+
+
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """An argument of an operator call by its name in the schema, with the schema's default; `default` if the overload has none such.
 

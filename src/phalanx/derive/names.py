@@ -25,6 +25,8 @@ KV_HEADS = "kv_heads"
 """Goes where `heads` goes unless the layout places it. With fewer of them than ranks their projections stay replicated."""
 COUNTED = ("heads", KV_HEADS)
 """Dimensions that are split between whole heads."""
+PADDED = "vocab"
+"""Dimensions of this name need not divide over their axes: parameters are padded with zeros, which `derive.padding` sees to."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def compile_names(captured: Captured, mesh: Mesh, names: Mapping[str, str] | Non
     """Without names the first dimension of every batch entry is `batch`. Without a layout, batch is split over dp if the mesh has it.
 
     Raises ValueError for a pattern that matches nothing, a name or axis that is unknown or unused, placements that disagree, and a
-    dimension that an axis does not divide: with the sizes and the closest match.
+    dimension that an axis does not divide: with the sizes and the closest match. Only `vocab` of a parameter is padded instead.
     """
     names = dict(names or {})
     if layout is None:
@@ -145,7 +147,11 @@ def _place_parameter(
                 f"{p.name} is placed twice and differently: {chosen[0]!r} says {chosen[1]}, {pattern!r} says {spec}"
             )
         chosen = (pattern, spec)
-    return p if chosen is None else replace(p, spec=chosen[1])
+    if chosen is None:
+        return p
+    ranks = [mesh.extent(axes) for axes in chosen[1].dims]
+    shape = tuple(-(-size // n) * n for size, n in zip(p.shape, ranks, strict=True))
+    return replace(p, spec=chosen[1], shape=shape, valid=None if shape == p.shape else p.shape)
 
 
 def _spec(
@@ -163,13 +169,15 @@ def _spec(
                 axes, ranks = (), 1
             elif count % ranks:
                 raise ValueError(f"{p.name}: {count} {name} do not divide over {_axes(axes, ranks)}{_nearest(count, ranks)}")
-        for size in parts.get(dim, (p.shape[dim],)):
+        sizes = parts.get(dim, (p.shape[dim],))
+        padded = name == PADDED and any(size % ranks for size in sizes)
+        for size in () if padded else sizes:
             if size % ranks:
                 raise ValueError(
                     f"{p.name}: dimension {dim} ({name}) of size {size} does not divide over {_axes(axes, ranks)}{_nearest(size, ranks)}"
                 )
         dims.append(axes if ranks > 1 or axes else ())
-        if axes and dim in parts:
+        if axes and dim in parts and not padded:
             fused.append((dim, parts[dim]))
     try:
         return Spec(tuple(dims), parts=tuple(fused))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from phalanx.mesh import Mesh
 from phalanx.spec import Spec
@@ -61,6 +61,25 @@ class Parameter:
     trainable: bool = True
     stored: torch.dtype | None = None
     """Dtype of the values that the user gives and gets back, if they are computed with in another; None is `dtype`."""
+    valid: tuple[int, ...] | None = None
+    """Shape of the values that the user gives and gets back, if `shape` is padded, with zeros at the end; None is `shape`."""
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Shape of the values that the user gives and gets back."""
+        return self.shape if self.valid is None else self.valid
+
+    def padded(self, value: Tensor) -> Tensor:
+        """A value of the shape `given` with zeros at the end, in the padded shape; itself if nothing is padded."""
+        if self.valid is None:
+            return value
+        long = value.new_zeros(self.shape)
+        long[tuple(slice(size) for size in self.valid)].copy_(value)
+        return long
+
+    def narrowed(self, value: Tensor) -> Tensor:
+        """A value of the padded shape without its padding, in memory of its own; itself if nothing is padded."""
+        return value if self.valid is None else value[tuple(slice(size) for size in self.valid)].clone()
 
 
 @dataclass(frozen=True)

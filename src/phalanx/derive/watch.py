@@ -14,6 +14,7 @@ from torch import fx
 
 from phalanx.derive.hints import hints_within
 from phalanx.derive.lower import lower
+from phalanx.derive.padding import cut_off, padded
 from phalanx.derive.program import Origin, Piece, Program, Segment, Value
 from phalanx.derive.split import split
 
@@ -46,10 +47,12 @@ def watch(program: Program, path: str) -> Watched:
     """
     origin = program.origin
     assert origin is not None, "a Program that was not derived holds nothing to lower again"
-    pieces: list[tuple[int | None, Piece]] = list(enumerate(origin.captured.pieces))
-    if origin.captured.tables is not None:
-        pieces.insert(0, (None, origin.captured.tables))
+    captured, _ = padded(origin.captured, program.parameters, program.buffers)
+    pieces: list[tuple[int | None, Piece]] = list(enumerate(captured.pieces))
+    if captured.tables is not None:
+        pieces.insert(0, (None, captured.tables))
     leaving = {index: nodes for index, piece in pieces if (nodes := tuple(_leaving(piece.graph.graph, path)))}
+    leaving = {index: tuple(cut_off(node.graph, node) for node in nodes) for index, nodes in leaving.items()}
     if not leaving:
         raise ValueError(_unknown(path, {p for _, piece in pieces for node in piece.graph.graph.nodes for p in _paths(node)}))
 

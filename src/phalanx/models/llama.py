@@ -71,13 +71,31 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rotary_table(seq: int, width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (seq, width) of the angles of Su et al. 2021, section 3.4, each angle in both halves of the width."""
+def rotary_table(seq: int, width: int, theta: float, like: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (seq, width) of the angles of Su et al. 2021, section 3.4, each angle in both halves of the width.
+
+    positions  (*, seq) integers, for tables (*, seq, width) of the dtype of `like`; left out: 0 to seq - 1
+    """
     wide = torch.promote_types(like.dtype, torch.float32)
     frequency = theta ** (-torch.arange(0, width, 2, device=like.device, dtype=wide) / width)  # (width / 2,)
-    angle = torch.arange(seq, device=like.device, dtype=wide)[:, None] * frequency  # (seq, width / 2)
+    places = torch.arange(seq, device=like.device, dtype=wide) if positions is None else positions.to(wide)
+    angle = places[..., None] * frequency  # (*, seq, width / 2)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores so that a token sees those before it in its own document: 0, or -inf for all others.
+
+    positions (batch, seq) are those inside documents, 0 where one begins; the mask is (batch, 1, seq, seq). Additive and of the
+    scores' dtype: attention would make such a copy of a boolean mask in every layer and keep it for the backward.
+    """
+    seq = positions.shape[1]
+    document = (positions == 0).cumsum(-1)  # (batch, seq)
+    same = document[:, :, None] == document[:, None, :]  # (batch, seq, seq)
+    causal = torch.ones(seq, seq, dtype=torch.bool, device=positions.device).tril()
+    seen = torch.zeros((), dtype=dtype, device=positions.device)
+    return torch.where(same & causal, seen, -math.inf)[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,13 +113,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.width, bias=False)
         self.o_proj = nn.Linear(config.heads * self.width, config.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (batch, seq, hidden)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:  # x (batch, seq, hidden)
         q, k, v = (
             project(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # (batch, heads, seq, width)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         result: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
         return result
 
@@ -127,8 +145,8 @@ class Layer(nn.Module):
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask))
         x = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
         return x
 
@@ -152,11 +170,19 @@ class Llama(nn.Module):
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers) if adds else 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, seq) -> (batch, seq, vocab)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab) of tokens (batch, seq).
+
+        positions (batch, seq), integers, are those inside documents, 0 where one begins: several documents in a row do not see one
+        another. Without them a row is one document.
+        """
         x = self.embed_tokens(tokens)
-        cos, sin = rotary_table(tokens.shape[1], self.config.hidden // self.config.heads, self.config.theta, x)
+        width = self.config.hidden // self.config.heads
+        every_head = None if positions is None else positions[:, None]  # (batch, 1, seq)
+        cos, sin = rotary_table(tokens.shape[1], width, self.config.theta, x, every_head)
+        mask = None if positions is None else document_mask(positions, x.dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from phalanx.rules import gpt2, llama, mlp
+from phalanx.rules import gpt2, gpt_neox, llama, mlp, phi3
 
 TABLES = {
     "Llama": llama,
@@ -20,7 +20,9 @@ TABLES = {
     "Gemma2": llama,
     "Gemma3": llama,
     "SmolLM3": llama,
+    "Phi3": phi3,
     "GPT2": gpt2,
+    "GPTNeoX": gpt_neox,
     "MLP": mlp,
 }
 """By family: the model's class name without the role it ends in."""

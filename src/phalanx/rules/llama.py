@@ -29,6 +29,7 @@ NAMES = {
 INPUTS = {
     "tokens": "batch seq",
     "input_ids": "batch seq",
+    "positions": "batch seq",
     "position_ids": "batch seq",
     "attention_mask": "batch seq",
     "targets": "batch seq",

@@ -136,11 +136,17 @@ class Bound:
             if source.kind == "cut":
                 ids.append(self._slot(("cut", segment.index - 1, source.name, microbatch)))
             elif source.kind == "table":
-                j = microbatch if self.program.tables_read_batch else None
-                ids.append(self._slot(("table", source.name, j), fixed=None))
+                ids.append(self._table(source.name, microbatch))
             else:
                 ids.append(self._slot(("batch", source.name, microbatch), fixed=None))
         return ids
+
+    def _table(self, name: str, microbatch: int) -> int:
+        """Slot of a table: kept if every microbatch reads the same one, or it is watched; else until its last reader."""
+        if not self.program.tables_read_batch:
+            return self._slot(("table", name, None), fixed=None)
+        keep = {"fixed": None} if (None, name) in self._kept else {}
+        return self._slot(("table", name, microbatch), **keep)
 
     def _gradient(self, segment: int, value: Value, name: str, microbatch: int) -> int:
         """Slot of the gradient of an output of a segment."""
@@ -245,7 +251,7 @@ class Bound:
         segment = self.program.tables
         assert segment is not None and segment.cls.graphs is not None
         compute, machine = callable_of(segment.cls.graphs.E), self.machine
-        writes = [self._slot(("table", name, j), fixed=None) for name in segment.outputs]
+        writes = [self._table(name, j) for name in segment.outputs]
         reads = [*self._arguments(segment, j), *self._inputs(segment, j)]
         read = operator.itemgetter(*reads)
         return Node(

@@ -7,7 +7,8 @@ count over the world in one message, a step that is not finite is refused before
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,10 @@ from phalanx.schedule.actions import Action, Schedule
 from phalanx.schedule.lower import forward_only
 from phalanx.schedule.view import from_program
 
+Judge = Callable[[float, float], str]
+"""(loss, global norm of the gradients) of a step to what is to be done: "go" updates, any other word skips the update. Where one of the
+two is not finite, "stop" is the FloatingPointError that names the tensor."""
+
 
 @dataclass(frozen=True)
 class Out:
@@ -45,7 +50,10 @@ class Out:
     lr: float
     """Learning rate that this step used."""
     skipped: bool = False
-    """True if the gradients overflowed under the loss scale: nothing was updated, and the next step has a smaller one."""
+    """True if nothing was updated: the gradients overflowed under the loss scale, and the next step has a smaller one, or a
+    `judge` said so."""
+    stop: bool = False
+    """True if some rank has been asked to stop (`Executor.stop`)."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,12 @@ class Executor:
         """Whether steps append to `events`."""
         self.events: list[Event] = []
         """One per action, with its lane: from its start to its end, for messages to their arrival."""
+        self.reading: threading.Event | None = None
+        """Set when whoever copies the weights and the optimizer's state has done so: no update before."""
+        self.judge: Judge | None = None
+        """Asked before every update, with numbers that are equal on every rank."""
+        self.stop = False
+        """Whether this rank has been asked to stop; the step after it tells all ranks, in Out."""
         self._everybody = world.group(world.mesh.names)
         with torch.no_grad():
             self._tables = tables(program, world, parameters)
@@ -101,6 +115,7 @@ class Executor:
         """This rank's microbatches of the last step."""
         self._step = 0
         self._result: tuple[float, float, int] = (0.0, 0.0, 0)
+        self._stops = False
         self._lr, self._scale = 0.0, 1.0
         self._skipped = False
 
@@ -131,7 +146,7 @@ class Executor:
         self._run(self._training)
         self._step += 1
         loss, norm, tokens = self._result
-        return Out(loss, norm, tokens, self._lr, self._skipped)
+        return Out(loss, norm, tokens, self._lr, self._skipped, self._stops)
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor], quiet: Program | None = None, *, local: bool = False) -> Evaluation:
@@ -226,7 +241,7 @@ class Executor:
             )
 
     def _bind(self, program: Program, *, training: bool, watched: Watched | None = None) -> Bound:
-        others = {"NORM": self._norm, "OPT": self._opt}
+        others = {"NORM": self._norm, "OPT": self._opt_when_read}
         made = self._tables if program is self.program else tables(program, self.world, self.parameters)
         actions = self.actions if training else self._forward_actions
         return Bound(
@@ -259,14 +274,28 @@ class Executor:
         """Loss, norm and count to every rank, in one message; refuses a step that is not finite."""
         parameters, count = self.parameters, self._training.count
         parameters.finish()
-        loss, square, tokens = self._add_up([self._loss(self._training), parameters.squared_norm()], count)
+        stop = torch.tensor(float(self.stop), dtype=torch.float64, device=self.world.device)
+        loss, square, stops, tokens = self._add_up([self._loss(self._training), parameters.squared_norm(), stop], count)
+        self._stops = stops > 0
         if not math.isfinite(loss + square):
             # Chunks of the norm overflow long before float64 does: look again before calling it infinite.
             loss, square, tokens = self._add_up([self._loss(self._training), parameters.finite_squared_norm()], count)
+        norm = math.sqrt(square) / self._factor
         self._skipped = not math.isfinite(loss + square)
-        if self._skipped and (self.loss_scale is None or self.loss_scale.is_smallest):
+        scaled_down = self._skipped and self.loss_scale is not None and not self.loss_scale.is_smallest
+        verdict = "stop" if self._skipped else "go"
+        if self.judge is not None and not scaled_down:
+            verdict = self.judge(loss / tokens, norm)
+        if self._skipped and not scaled_down and verdict in ("go", "stop"):
             raise self._refusal(self._place_of_non_finite(math.isfinite(float(self._loss(self._training)))))
-        self._result = loss / tokens, math.sqrt(square) / self._factor, int(tokens)
+        self._skipped |= verdict != "go"
+        self._result = loss / tokens, norm, int(tokens)
+
+    def _opt_when_read(self) -> None:
+        if self.reading is not None:
+            self.reading.wait()
+            self.reading = None
+        self._opt()
 
     def _opt(self) -> None:
         norm, factor = self._result[1], self._factor
@@ -276,7 +305,7 @@ class Executor:
             self._scale = self._clipping(norm)
             self._lr = self.optimizer.update(self._scale / factor)
         if self.loss_scale is not None:
-            self.loss_scale = self.loss_scale.update(not self._skipped)
+            self.loss_scale = self.loss_scale.update(math.isfinite(sum(self._result[:2])))
 
     def _clipping(self, norm: float) -> float:
         """What gradients of that global norm are multiplied by; torch's clip_grad_norm_ adds 1e-6 as well."""

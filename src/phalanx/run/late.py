@@ -28,28 +28,28 @@ from phalanx.schedule.repeat import WRITES_GRADIENTS
 
 
 class Sums:
-    """Loss sum, squared norm and count of a step, on their way from all ranks."""
+    """Loss sum, squared norm, how many ranks were asked to stop, and count of a step, on their way from all ranks."""
 
     def __init__(self, numbers: Tensor, handle: Handle) -> None:
         self._numbers, self.handle = numbers, handle
-        self._read: tuple[float, float, float] | None = None
+        self._read: tuple[float, float, float, float] | None = None
 
-    def read(self) -> tuple[float, float, float]:
+    def read(self) -> tuple[float, float, float, float]:
         """Wait for them. Raises CommError or TimeoutError if they do not come."""
         if self._read is None:
             self._read = self._on_the_host()
         return self._read
 
-    def _on_the_host(self) -> tuple[float, float, float]:
+    def _on_the_host(self) -> tuple[float, float, float, float]:
         if self._numbers.is_cuda:
             # On a stream of its own, or the host would wait for all that the next step has queued as well.
             with torch.cuda.stream(torch.cuda.Stream(self._numbers.device)):  # type: ignore[no-untyped-call]
                 self.handle.wait()
-                loss, square, tokens = self._numbers.tolist()
+                loss, square, stops, tokens = self._numbers.tolist()
         else:
             self.handle.wait()
-            loss, square, tokens = self._numbers.tolist()
-        return loss, square, tokens
+            loss, square, stops, tokens = self._numbers.tolist()
+        return loss, square, stops, tokens
 
 
 class LateOut(Out):
@@ -66,11 +66,11 @@ class LateOut(Out):
     @property
     def out(self) -> Out:
         """The same as numbers."""
-        loss, square, tokens = self._sums.read()
+        loss, square, stops, tokens = self._sums.read()
         scale = self._loss_scale
         skipped = scale is not None and not scale.is_smallest and not math.isfinite(loss + square)
         norm = math.sqrt(square) / (1.0 if scale is None else scale.value)
-        return Out(loss / tokens, norm, int(tokens), self._lr, skipped)
+        return Out(loss / tokens, norm, int(tokens), self._lr, skipped, stops > 0)
 
     @property
     def loss(self) -> float:  # type: ignore[override]
@@ -91,6 +91,10 @@ class LateOut(Out):
     @property
     def skipped(self) -> bool:  # type: ignore[override]
         return self.out.skipped
+
+    @property
+    def stop(self) -> bool:  # type: ignore[override]
+        return self.out.stop
 
     def __eq__(self, other: object) -> bool:
         return self.out == (other.out if isinstance(other, LateOut) else other)
@@ -187,7 +191,8 @@ class LateExecutor(Executor):
         self._check_count(float(count))
         loss, square = self._loss(self._training), self.parameters.finite_squared_norm()
         loss_is_finite = math.isfinite(float(loss))
-        sums = Sums(*self._issue([loss, square], count))
+        stop = torch.tensor(float(self.stop), dtype=torch.float64, device=self.world.device)
+        sums = Sums(*self._issue([loss, square, stop], count))
         is_finite = loss_is_finite and math.isfinite(float(square))
         self._open = Unsettled(self._step, self._parts, sums, loss_is_finite, is_finite, self.loss_scale)
 
@@ -213,7 +218,7 @@ class LateExecutor(Executor):
     def _judge(self, last: Unsettled) -> None:
         """Read the sums of a step and, where its update was wrong, take it back and make the right one."""
         try:
-            loss, square, _ = last.sums.read()
+            loss, square, _, _ = last.sums.read()
         except (CommError, TimeoutError) as error:
             raise type(error)(f"{error}; in NORM, step {last.step}") from error
         self._open = None

@@ -10,6 +10,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -213,6 +214,8 @@ class Optimizer:
         self.config, self.parameters = config, parameters
         self.steps = 0
         """Updates applied so far."""
+        self.before = 0
+        """How many of them the learning rate does not count: they were another run's."""
         device = parameters.world.device
         self._step = torch.zeros((), dtype=torch.float32, device=device)
         trained = [unit for unit in parameters.units if unit.trainable]
@@ -242,11 +245,11 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return self.config.lr * self.config.rate(self.steps)
+        return self.config.lr * self.config.rate(self.steps - self.before)
 
     def update(self, scale: float = 1.0) -> float:
         """Apply one step with the gradients times `scale`, below 1 when they are clipped. Returns the learning rate it used."""
-        lr, rate = self.lr, self.config.rate(self.steps)
+        lr, rate = self.lr, self.config.rate(self.steps - self.before)
         self.steps += 1
         self._step.fill_(self.steps)
         for group in self._groups:
@@ -312,6 +315,34 @@ class Optimizer:
             steps = list(torch._foreach_add(steps, moments, alpha=config.momentum)) if config.nesterov else moments
         torch._foreach_add_(group.weights, steps, alpha=-lr)
 
+    # State, by parameter
+
+    whole_states: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]] = MappingProxyType({})
+    """Shape and dtype of what is kept of parameters that are whole on a rank, by name and state; empty unless `Torch` says so."""
+
+    def kept(self, steps: int) -> list[tuple[str, str]]:
+        """(parameter, state) of all that any rank keeps after so many updates of what is trained, in one order everywhere."""
+        return [
+            (name, kind)
+            for name in self.parameters.trained
+            for kind in self._kinds()
+            if kind != "master" or self._has_master(name)
+        ]
+
+    def numbers(self) -> dict[str, float]:
+        """What is kept that is one number: the updates so far, as `step`, and `name/state` of a torch optimizer. Equal on every rank."""
+        return {"step": self.steps, "before": self.before}
+
+    def resume(self, numbers: Mapping[str, float]) -> None:
+        """Continue at what `numbers` told on any layout. The tensors of `kept` exist from now on, for whoever is to fill them."""
+        if "step" not in numbers:
+            raise ValueError("the optimizer state has no 'step'")
+        self.steps, self.before = int(numbers["step"]), int(numbers.get("before", 0))
+
+    def whole(self, name: str, state: str) -> Tensor:
+        """A state in `whole_states` of a parameter that this rank holds."""
+        raise AssertionError(f"{name} is stored in slices")
+
     # State, as global tensors by name
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -325,16 +356,14 @@ class Optimizer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the shards of what `state_dict` of any layout returned; ValueError for a missing tensor or another shape."""
-        found = []
-        for moment in self._kinds():
-            for name, (unit, _) in self.parameters.places.items():
-                if unit.trainable and (moment != "master" or self._has_master(name)):
-                    found.append((name, self.own(unit, moment), self.parameters.shard_of(state, f"{name}/{moment}", name)))
-        if "step" not in state:
-            raise ValueError("the optimizer state has no 'step'")
-        for name, own, value in found:
-            self.parameters.store(name, own, value)
-        self.steps = int(state["step"])
+        found = [
+            (name, moment, self.parameters.shard_of(state, f"{name}/{moment}", name))
+            for name, moment in self.kept(self.steps)
+            if name in self.parameters.places and moment not in self.whole_states.get(name, {})
+        ]
+        self.resume({name: float(value) for name, value in state.items() if not value.dim()})
+        for name, moment, value in found:
+            self.parameters.store(name, self.own(self.parameters.places[name][0], moment), value)
 
     def own(self, unit: Unit, moment: str) -> Tensor:
         """A moment of this rank's slice of a unit, or its master copy."""

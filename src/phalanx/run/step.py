@@ -19,7 +19,7 @@ from phalanx.derive.capture import Loss, Prepare
 from phalanx.derive.compile import compiled_program
 from phalanx.derive.evaluate import evaluation
 from phalanx.derive.precision import Precision
-from phalanx.derive.program import Program
+from phalanx.derive.program import Parameter, Program
 from phalanx.derive.watch import Watched, watch
 from phalanx.event import Event
 from phalanx.mesh import Mesh
@@ -33,7 +33,7 @@ from phalanx.run.own_loop import Sharded, shard
 from phalanx.run.parameters import Parameters
 from phalanx.run.precision import LossScale, scale_for
 from phalanx.run.torch_optimizer import optimizer_of
-from phalanx.run.values import initial_values, real_tensors
+from phalanx.run.values import Values, initial_values, real_tensors
 from phalanx.schedule import build, from_program
 from phalanx.schedule.actions import Schedule, Storage
 from phalanx.schedule.check import check
@@ -70,6 +70,7 @@ def parallelize(
     recompute: Recompute = "none",
     prepare: Prepare | None = None,
     batch_coupling: Literal["microbatch"] | None = None,
+    values: Values | None = None,
     seed: int = 0,
 ) -> Step:
     """A training step of `model` on every rank of `world`, with all communication derived.
@@ -101,6 +102,7 @@ def parallelize(
     prepare    context to trace in; chosen for Hugging Face models if None
     batch_coupling  "microbatch" lets what mixes samples (batch statistics) see one microbatch at a time; without it, such a model
                is refused if there are several microbatches
+    values     where the weights come from, if not from the module: (parameter, world) to the shard that the rank starts with
 
     On a World every rank calls this; on a LocalWorld it is called once for all. Raises ValueError, before any rank computes,
     for what does not fit together.
@@ -147,13 +149,14 @@ def parallelize(
     def executor(rank: World) -> Executor:
         if not local:
             check_equal(real_tensors(model), rank)
-        values = initial_values(model, rank, seed)
-        parameters = Parameters(program, rank, planned.places, values, decay, planned.storage, reduce_dtype)
+        own = initial_values(model, rank, seed)
+        first = own if values is None else lambda p: values(p, rank) if p.name in program.parameters else own(p)
+        parameters = Parameters(program, rank, planned.places, first, decay, planned.storage, reduce_dtype)
         return (Executor if barrier else LateExecutor)(
             program, planned, rank, parameters, optimizer_of(config, parameters), max_norm=max_norm, seed=seed, loss_scale=scale
         )
 
-    return Step(model, world, program, planned, _on_ranks(world, executor), seed)
+    return Step(model, world, program, planned, _on_ranks(world, executor), seed, values)
 
 
 def storage_of(zero: int | Storage, program: Program) -> Storage | None:
@@ -177,6 +180,7 @@ class Step:
         schedule: Schedule,
         ranks: Sequence[Executor],
         seed: int,
+        values: Values | None = None,
     ) -> None:
         self.world, self.program, self.schedule = world, program, schedule
         self.executors = tuple(ranks)
@@ -191,8 +195,15 @@ class Step:
             model.state_dict(),
             {n for p in program.parameters.values() if program.hosts(p.name) for n in (p.name, *p.aliases)},
         )
-        self._names = tuple(own)
-        self._unused = {name: _unused(model, name, value, seed) for name, value in own.items() if name not in hosted}
+        self.names = tuple(own)
+        trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        here = self.executors[0].world
+        self.unused = {
+            name: _unused(model, name, value, seed, here, values if name in trained else None)
+            for name, value in own.items()
+            if name not in hosted
+        }
+        """Tensors of the model's state that no segment uses, which never change."""
 
     def __call__(self, batch: Batch | Sequence[Batch], local: bool = False) -> Out:
         """One training step; see Executor.step for what it raises.
@@ -209,7 +220,7 @@ class Step:
         Before it a step that has to be clipped makes the next one run twice; before a world is closed it leaves nothing in flight.
         """
         if self.schedule.late:
-            self._each(lambda executor: executor.settle())
+            self.each(lambda executor: executor.settle())
 
     def evaluate(self, batch: Batch | Sequence[Batch], local: bool = False) -> Evaluation:
         """Mean loss on a batch of the same shape, forward only and without dropout.
@@ -239,13 +250,13 @@ class Step:
 
     def gradients(self) -> dict[str, Tensor]:
         """Global gradients of the last step by first name, before clipping, on every rank."""
-        return self._each(lambda executor: executor.gradients())[0]
+        return self.each(lambda executor: executor.gradients())[0]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Global values under the names of `model.state_dict()`, on every rank."""
         self.settle()
-        values = self._each(lambda executor: executor.parameters.state_dict())[0]
-        return {name: values[name] if name in values else self._unused[name] for name in self._names}
+        values = self.each(lambda executor: executor.parameters.state_dict())[0]
+        return {name: values[name] if name in values else self.unused[name] for name in self.names}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take global values, whichever layout they come from. Raises ValueError for a missing tensor or another shape."""
@@ -255,12 +266,12 @@ class Step:
         def load(executor: Executor) -> None:
             executor.parameters.load_state_dict(state)
 
-        self._each(load)
+        self.each(load)
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """Global moments as `name/moment`, the number of updates and the loss scale, on every rank."""
         self.settle()
-        state = self._each(lambda executor: executor.optimizer.state_dict())[0]
+        state = self.each(lambda executor: executor.optimizer.state_dict())[0]
         scale = self.executors[0].loss_scale
         return state if scale is None else {**state, **scale.state_dict()}
 
@@ -276,7 +287,7 @@ class Step:
             skipped = 0 if executor.loss_scale is None else executor.loss_scale.skipped
             executor.seek(executor.optimizer.steps + skipped)
 
-        self._each(load)
+        self.each(load)
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
@@ -306,22 +317,25 @@ class Step:
         if isinstance(batch, Mapping):
             if local and len(self.executors) > 1:
                 raise ValueError(f"local=True on a local world takes one batch for each of its {len(self.executors)} ranks")
-            return self._each(lambda executor: fn(executor, batch))[0]
+            return self.each(lambda executor: fn(executor, batch))[0]
         if not isinstance(batch, Sequence):
             check_batch(batch)
         if not local or len(batch) != len(self.executors):
             raise ValueError(
                 f"{len(batch)} batches were given; a list is for local=True and has one for each of {len(self.executors)} ranks"
             )
-        return self._each(lambda executor: fn(executor, batch[self.executors.index(executor)]))[0]
+        return self.each(lambda executor: fn(executor, batch[self.executors.index(executor)]))[0]
 
-    def _each(self, fn: Callable[[Executor], T]) -> list[T]:
+    def each(self, fn: Callable[[Executor], T]) -> list[T]:
+        """fn of every rank of this process, which may communicate in it."""
         by_rank = {executor.world.rank: executor for executor in self.executors}
         return _on_ranks(self.world, lambda world: fn(by_rank[world.rank]))
 
 
-def _unused(model: nn.Module, name: str, own: Tensor, seed: int) -> Tensor:
-    """A tensor of the model that no segment trains: it never changes."""
+def _unused(model: nn.Module, name: str, own: Tensor, seed: int, world: World, values: Values | None) -> Tensor:
+    """A tensor of the model that no segment uses."""
+    if values is not None:
+        return values(Parameter(name, tuple(own.shape), own.dtype, Spec.replicated(own.dim())), world)
     if not own.is_meta:
         return own.detach()
     return initial_shard(model, name, Spec.replicated(own.dim()), Mesh(), 0, seed)

@@ -203,7 +203,7 @@ class Stored:
         known = {**self.program.buffers, **self.program.parameters}
         # What no stage hosts is read by tables or the count, and every rank has it.
         names = [name for name in self.program.parameters if self.stages[name]]
-        state = self.collect(names, _precise, self._stored_dtype)
+        state = self.collect(names, precise, self._stored_dtype)
         for name, buffer in self.program.buffers.items():
             value = gather(self.buffers[name], buffer.spec, self.world) if name in self.buffers else None
             if self.stages[name]:
@@ -253,7 +253,7 @@ class Stored:
         return parameter.stored or parameter.dtype
 
 
-def _precise(unit: Unit) -> Tensor:
+def precise(unit: Unit) -> Tensor:
     """What a unit's values are before they are rounded to the dtype that is computed in."""
     wide = any(place.parameter.stored is not None for place in unit.places)
     return unit.master if wide and unit.master is not None else unit.own_values

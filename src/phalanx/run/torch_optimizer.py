@@ -146,12 +146,12 @@ class TorchOptimizer(Optimizer):
     def __init__(self, config: Torch, parameters: Parameters) -> None:
         self.config: Torch = config
         self.parameters = parameters
-        self.steps = 0
+        self.steps = self.before = 0
         self._group_of = groups(config, parameters.program)
         if not config.elementwise:
             _check_whole(parameters)
-        self._kept = {} if config.elementwise else {name: _states_of(config, parameters, name) for name in parameters.trained}
-        """Shape and dtype of every state of parameters that must be whole."""
+        if not config.elementwise:
+            self.whole_states = {name: _states_of(config, parameters, name) for name in parameters.trained}
         device = parameters.world.device
         # One element per group of the model, without a gradient, on every rank: what torch counts per parameter can be read there
         # by a rank that stores nothing of the group.
@@ -183,7 +183,7 @@ class TorchOptimizer(Optimizer):
 
     def update(self, scale: float = 1.0) -> float:
         """Apply one step with the gradients times `scale`, below 1 when they are clipped. Returns the learning rate it used."""
-        lr, rate = self.lr, self.config.rate(self.steps)
+        lr, rate = self.lr, self.config.rate(self.steps - self.before)
         self.steps += 1
         if scale != 1.0:
             torch._foreach_mul_([found.gradient for found in self.parameters.updates], scale)
@@ -264,32 +264,59 @@ class TorchOptimizer(Optimizer):
         state = super().state_dict()
         if self.steps == 0:
             return state
-        for name in self.parameters.trained:
-            if self.config.elementwise:
-                numbers = self._states(self._witnesses[self._group_of[name]])
-                state.update((f"{name}/{key}", numbers[key].clone()) for key in self.config.numbers)
-                continue
+        state.update((name, torch.tensor(value)) for name, value in self.numbers().items() if "/" in name)
+        for name in self.whole_states:
             mine = next((self._states(part.weights) for part in self._all_parts if part.name == name), None)
             stage, world = self.parameters.stages[name][0], self.parameters.world
-            for key, (shape, dtype) in self._kept[name].items():
+            for key, (shape, dtype) in self.whole_states[name].items():
                 value = None if mine is None else mine[key].to(world.device)
-                if key != "step":
-                    state[f"{name}/{key}"] = from_stage(value, shape, dtype, stage, world).clone()
+                state[f"{name}/{key}"] = from_stage(value, shape, dtype, stage, world).clone()
         return state
+
+    def kept(self, steps: int) -> list[tuple[str, str]]:
+        whole = [(name, state) for name, states in self.whole_states.items() for state in states] if steps else []
+        return super().kept(steps) + whole
+
+    def numbers(self) -> dict[str, float]:
+        found = super().numbers()
+        if self.steps and self.config.elementwise:
+            for name in self.parameters.trained:
+                states = self._states(self._witnesses[self._group_of[name]])
+                found.update((f"{name}/{key}", float(states[key])) for key in self.config.numbers)
+        return found
+
+    def resume(self, numbers: Mapping[str, float]) -> None:
+        super().resume(numbers)
+        self._begin()
+        if not self.steps:
+            return
+        if self.config.elementwise:
+            self._is_adopted = True
+            self._load_ranges(numbers)
+            return
+        for part in self._all_parts:
+            states = self._states(part.weights)
+            states["step"] = torch.tensor(float(self.steps))
+            for key, (shape, dtype) in self.whole_states[part.name].items():
+                states[key] = torch.zeros(shape, dtype=dtype, device=part.weights.device)
+
+    def whole(self, name: str, state: str) -> Tensor:
+        return next(self._states(part.weights)[state] for part in self._all_parts if part.name == name)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what `state_dict` of any layout returned; ValueError for a missing tensor or another shape."""
-        self.state = {}
+        for name, states in self.whole_states.items() if state.get("step") else ():
+            for key, (shape, _) in states.items():
+                value = state.get(f"{name}/{key}")
+                if value is None or tuple(value.shape) != shape:
+                    found = "nothing" if value is None else f"shape {tuple(value.shape)}"
+                    raise ValueError(f"the optimizer state has {found} for '{name}/{key}'; it must have shape {shape}")
         super().load_state_dict(state)
-        moments = self.state
-        self._begin()
-        if self.steps and self.config.elementwise:
-            self.state, self._is_adopted = moments, True
-            self._load_ranges(state)
-        elif self.steps:
-            self._load_whole(state)
+        for part in self._all_parts if self.steps else ():
+            for key in self.whole_states.get(part.name, {}):
+                self._states(part.weights)[key].copy_(state[f"{part.name}/{key}"])
 
-    def _load_ranges(self, state: Mapping[str, Tensor]) -> None:
+    def _load_ranges(self, saved: Mapping[str, float]) -> None:
         assert self._torch is not None
         self._advance(self._torch)  # the witnesses alone: now they have every number, and in torch's dtype
         for group, parts in self._parts.items():
@@ -297,20 +324,10 @@ class TorchOptimizer(Optimizer):
             numbers = self._states(self._witnesses[group])
             numbers = {key: x for key, x in numbers.items() if key not in self.config.moments}
             for key, x in numbers.items():
-                x.fill_(self.steps if key == "step" else _shared(state, names, key))
+                x.fill_(self.steps if key == "step" else _shared(saved, names, key))
             for part in parts:
                 views = {moment: part.of(self.own(part.range.unit, moment)) for moment in self.config.moments}
                 self._states(part.weights).update({**{key: x.clone() for key, x in numbers.items()}, **views})
-
-    def _load_whole(self, state: Mapping[str, Tensor]) -> None:
-        for part in self._all_parts:
-            for key, (shape, dtype) in self._kept[part.name].items():
-                value = torch.tensor(self.steps) if key == "step" else state.get(f"{part.name}/{key}")
-                if value is None or tuple(value.shape) != shape:
-                    found = "nothing" if value is None else f"shape {tuple(value.shape)}"
-                    raise ValueError(f"the optimizer state has {found} for '{part.name}/{key}'; it must have shape {shape}")
-                device = torch.device("cpu") if key == "step" else part.weights.device
-                self._states(part.weights)[key] = value.to(device, dtype, copy=True)
 
 
 def _states_of(config: Torch, parameters: Parameters, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -326,15 +343,16 @@ def _states_of(config: Torch, parameters: Parameters, name: str) -> dict[str, tu
             wide if x.dtype == torch.float64 else x.dtype,
         )
         for key, x in states.items()
+        if key != "step"
     }
 
 
-def _shared(state: Mapping[str, Tensor], names: list[str], key: str) -> float:
+def _shared(state: Mapping[str, float], names: list[str], key: str) -> float:
     """A number that torch keeps for each parameter of a group, equal for all of them."""
     missing = [name for name in names if f"{name}/{key}" not in state]
     if missing:
         raise ValueError(f"the optimizer state has no '{missing[0]}/{key}'")
-    found = {float(state[f"{name}/{key}"]): name for name in names}
+    found = {state[f"{name}/{key}"]: name for name in names}
     if len(found) > 1:
         (one, first), (other, second), *_ = found.items()
         raise ValueError(

@@ -11,6 +11,9 @@ from phalanx.derive.program import Parameter
 from phalanx.run.initialize import ATTRIBUTE, initial_shard
 from phalanx.spec import shard
 
+Values = Callable[[Parameter, World], Tensor]
+"""The shard of a parameter that a rank starts with, where the module itself does not say."""
+
 
 def real_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that have values already."""

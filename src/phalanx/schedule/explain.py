@@ -132,7 +132,20 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
         f"{n['module']} ({n['source']}): {n['node']} runs whole on every rank, up to {n['bytes']:,} bytes: {n['why']}"
         for n in program.report
     ]
-    return Explanation(tuple(rows), tuple(tuple(names) for names in shared.values()), (*notes, *program.warnings))
+    return Explanation(
+        tuple(rows), tuple(tuple(names) for names in shared.values()), (*notes, *_padding(program), *program.warnings)
+    )
+
+
+def _padding(program: Program) -> list[str]:
+    """What was padded so that its axes divide it, with the parameters that it is a dimension of."""
+    found: dict[str, list[str]] = {}
+    for p in (*program.parameters.values(), *program.buffers.values()):
+        for true, held, axes in zip(p.given, p.shape, p.spec.dims, strict=True):
+            if true != held:
+                ranks = ",".join(f"{axis}={program.mesh.shape[axis]}" for axis in axes if axis in program.mesh.shape)
+                found.setdefault(f"vocab {true} padded to {held} on {ranks}", []).append(p.name)
+    return [f"{padding}: {', '.join(names)}" for padding, names in found.items()]
 
 
 def _count(program: Program) -> list[Row]:

@@ -12,13 +12,16 @@ from phalanx.derive.program import Program
 from phalanx.hf import capture_context, is_hf_model
 from phalanx.run.optimizer import AdamW, Constant, Cosine, Linear, Rate, adamw
 from phalanx.run.step import Step, parallelize
+from phalanx.run.values import Values
 from phalanx.schedule.measured import read, segment_seconds
 from phalanx.train.config import TrainConfig
 from phalanx.train.models import Model
 
 
-def parallel_step(config: TrainConfig, world: World | LocalWorld, model: Model, module: nn.Module) -> Step:
-    """The training step of `module` on `world` as `config` asks for it."""
+def parallel_step(
+    config: TrainConfig, world: World | LocalWorld, model: Model, module: nn.Module, values: Values | None = None
+) -> Step:
+    """The training step of `module` on `world` as `config` asks for it, with the weights of `values` or else of the model."""
     return parallelize(
         module,
         world,
@@ -38,6 +41,7 @@ def parallel_step(config: TrainConfig, world: World | LocalWorld, model: Model, 
         max_norm=config.optimizer.max_norm,
         barrier=config.barrier,
         recompute=config.recompute,
+        values=values or model.values,
         seed=config.seed,
     )
 

@@ -207,12 +207,42 @@ class TrainConfig:
             )
         self._check_storage(mesh)
         self.check_schedule()
+        self._check_life()
         if self.precision is not None and self.dtype != "float32":
             raise ValueError(f"precision {self.precision} computes from float32 parameters; they are to be {self.dtype}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; it is a probability of at least 0 and below 1")
         if self.optimizer.lr <= 0:
             raise ValueError(f"optimizer.lr is {self.optimizer.lr}; it is above 0")
+
+    def _check_life(self) -> None:
+        """What a run keeps, and what it does when something goes wrong."""
+        for name in ("held_out", "keep", "restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a number of at least 0")
+        every = self.checkpoint_every
+        if every is not None and every < 0:
+            raise ValueError(f"checkpoint_every is {every}; it is a number of steps, or 0 for no checkpoint at all")
+        if every == 0 and self.checkpoints is not None:
+            raise ValueError(f"checkpoints is {self.checkpoints!r}, but checkpoint_every is 0: none is written")
+        if self.eval_every is not None and not self.held_out:
+            raise ValueError(f"eval_every is {self.eval_every}, but held_out is 0: there is nothing to evaluate")
+        if self.resume not in (None, "auto") and self.init_from is not None:
+            raise ValueError("resume goes on with a run and init_from begins a new one: give one of them, or resume auto")
+        if self.resume == "auto" and self.out is None:
+            raise ValueError("resume is auto, which goes on with the run in --out: say which folder that is")
+        if self.init_optimizer == "kept" and self.init_from is None:
+            raise ValueError("init_optimizer is kept, but without init_from there is none to keep")
+        if not self.spike_factor > 0:
+            raise ValueError(f"spike_factor is {self.spike_factor}; it is above 0")
+        for name in ("on_non_finite", "on_spike"):
+            value = getattr(self, name)
+            if value == "rewind" and not every:
+                raise ValueError(f"{name} is rewind, which goes back to a checkpoint: say how often with --checkpoint-every")
+            if value not in ("stop", "ignore") and not self.barrier:
+                raise ValueError(f"{name} is {value}, which is decided before the update: that needs the barrier")
+        if self.on_spike == "stop" and not self.barrier:
+            raise ValueError("on_spike is stop, which is decided before the update: that needs the barrier")
 
     def check_schedule(self) -> None:
         """Raise ValueError if the schedule does not exist or does not take these numbers."""
@@ -287,6 +317,15 @@ def load(path: Path, otherwise: Config) -> Config:
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; a configuration is keys and values, as in `steps: 200`")
     config: Config = _record(otherwise, content, f"{path}: ")
+    return config
+
+
+def from_text(text: str, where: str) -> TrainConfig:
+    """The configuration that `dump` wrote; `where` is named if it cannot be read."""
+    content = yaml.safe_load(text)
+    if not isinstance(content, Mapping):
+        raise ValueError(f"the configuration in {where} holds a {type(content).__name__}; it is keys and values")
+    config: TrainConfig = _record(TrainConfig(), content, f"{where}: ")
     return config
 
 

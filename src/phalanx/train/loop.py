@@ -1,34 +1,46 @@
-"""The training loop: batches in, metrics out, the same loss curve on every mesh.
+"""The training loop: batches in, metrics and checkpoints out, the same loss curve on every mesh and over every restart.
 
 It knows nothing of ranks beyond which slice of a batch is this one's and who writes the files.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
+from os import environ
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from phalanx.comm.launch import launch_from
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.run.executor import Out
 from phalanx.run.initialize import deferred_init
+from phalanx.run.replicas import check_replicas
 from phalanx.train.assembly import parallel_step
 from phalanx.train.batches import Batches
+from phalanx.train.beginning import Progress, beginning, check_same_run, progress_of
+from phalanx.train.checkpoint import Checkpoints, Saved, find, load
 from phalanx.train.config import TrainConfig, dump
+from phalanx.train.environment import describe
+from phalanx.train.folder import RunFolder
+from phalanx.train.guard import GO, Guard
 from phalanx.train.metrics import Recorder, StepMetrics, tell, traffic_lines
 from phalanx.train.models import build
+from phalanx.train.signals import Request, asked_to_stop
+from phalanx.train.sinks import sinks
 from phalanx.train.trace import tracing
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. `traffic` is {(axis, operation): (calls, bytes)} of rank 0 over all steps."""
+    """What a run came to. `traffic` is {(axis, operation): (calls, bytes)} of rank 0 over the steps of this process."""
 
     first: StepMetrics
     last: StepMetrics
@@ -36,66 +48,272 @@ class Summary:
     held_out: float | None
     """Mean loss on the batches of --held-out after training; None without them."""
     folder: Path | None
-    """Where config.yaml and metrics.jsonl are; None on ranks other than the first."""
+    """The run folder; None on ranks other than the first."""
+    stopped: int | None = None
+    """The signal after which the run ended before its last step; 0 if another rank got it."""
+    pauses: tuple[float, ...] = ()
+    """Seconds for which each checkpoint has kept the loop."""
 
 
 def train(config: TrainConfig, world: World | LocalWorld, console: Console | None = None) -> Summary:
     """Train as `config` says; every rank calls this. Rank 0 writes the run folder and tells `console`.
 
     Raises ValueError for what the user got wrong, before the first step, and FloatingPointError when a loss or gradient is not
-    finite.
+    finite, or another step is one that --on-spike stops at.
     """
-    model = build(config.model, config.dtype, dropout=config.dropout)
-    config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
-    module = deferred_init(model.factory)
-    step = parallel_step(config, world, model, module)
-    batches = Batches(config, model, step)
     here = world if isinstance(world, World) else world.worlds[0]
-    folder = run_folder(config) if here.rank == 0 else None
-    if folder is not None:
-        # Without the folder: a run from this file is another one, and would replace the metrics beside it.
-        (folder / "config.yaml").write_text(dump(replace(config, out=None)))
     if here.rank != 0:
         console = None
-    if console is not None:
+    with ExitStack() as stack:
+        folder = None
+        if here.rank == 0:
+            folder = RunFolder.create(config)
+            stack.enter_context(folder.lock())
+        return _Run(config, world, folder, console, stack).train()
+
+
+class _Run:
+    """One run, from where it begins to where it ends."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World | LocalWorld,
+        folder: RunFolder | None,
+        console: Console | None,
+        stack: ExitStack,
+    ) -> None:
+        model = build(config.model, config.dtype, dropout=config.dropout, documents=config.mask_documents)
+        config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
+        self.config, self.world, self.folder, self._console = config, world, folder, console
+        start = beginning(config, world)
+        module = deferred_init(model.factory)
+        self.step = parallel_step(config, world, model, module, start.values)
+        self.batches = Batches(config, model, self.step)
+        stack.callback(self.batches.close)
+        self.progress = Progress()
+        self.guards = [Guard(config) for _ in self.step.executors]
+        self.verdict = GO
+        """On the last step."""
+        if start.note:
+            self.tell(f"WARNING: {start.note}")
+        saved = start.fill(self.step, config, self.tell)
         parameters = sum(p.numel() for p in module.parameters())
         on = f"mesh {config.mesh}" if config.mesh else "one rank"
-        tell(console, f"{config.model}: {parameters:,} parameters on {on}, learning from {batches.source}")
-    traffic: Counter[tuple[str, str, str]] = Counter()
-    here.ledger.start()
-    taken: deque[tuple[int, Out, float]] = deque()
-    """Steps that are not recorded yet: number, result and seconds."""
-    with Recorder(config.steps, folder, console) as recorder:
-        for number in range(config.steps):
-            with tracing(step, world, number + 1, folder) if number + 1 == config.trace else nullcontext():
-                began = time.perf_counter()
-                out = step(batches.training(number), local=batches.is_local)
-                taken.append((number + 1, out, time.perf_counter() - began))
-            # Without a barrier the next step is started before the numbers of this one are asked for.
-            while len(taken) > (0 if config.barrier else 1):
-                recorder.record(metrics(*taken.popleft()))
-            # Emptied every step: a ledger that is left alone remembers every call of the run.
-            for (axis, operation), (calls, moved) in here.ledger.totals().items():
-                traffic[axis, operation, "calls"] += calls
-                traffic[axis, operation, "bytes"] += moved
-            here.ledger.clear()
-        step.settle()
-        while taken:
-            recorder.record(metrics(*taken.popleft()))
-    here.ledger.stop()
-    assert recorder.first is not None and recorder.last is not None
-    totals = {(axis, op): (calls, traffic[axis, op, "bytes"]) for (axis, op, what), calls in traffic.items() if what == "calls"}
-    held_out = None
-    if config.held_out:
-        parts = [step.evaluate(batches.held_out(number), local=batches.is_local) for number in range(config.held_out)]
-        held_out = sum(part.loss * part.tokens for part in parts) / sum(part.tokens for part in parts)
-    summary = Summary(recorder.first, recorder.last, totals, held_out, folder)
-    if console is not None:
-        if config.trace is not None:
-            tell(console, f"step {config.trace} is recorded; `phalanx schedule --run {folder}` shows it")
-        for line in closing_lines(summary, config.steps):
-            tell(console, line)
-    return summary
+        self.tell(f"{config.model}: {parameters:,} parameters on {on}, learning from {self.batches.source}")
+        resumed = saved if start.kind == "resume" else None
+        if resumed is not None:
+            check_same_run(config, resumed, self.batches.fingerprint)
+            self._go_on_from(resumed)
+            if self.progress.step >= config.steps:
+                raise ValueError(
+                    f"the run has taken all its {self.progress.step} steps; ask for more with --steps, or train on other data with "
+                    "--init-from"
+                )
+        self._begin_folder(start.kind, saved)
+        if config.on_non_finite != "stop" or config.on_spike != "ignore":
+            for executor, guard in zip(self.step.executors, self.guards, strict=True):
+                executor.judge = lambda loss, norm, guard=guard: self._judge(guard, loss, norm)
+        self.checkpoints: Checkpoints | None = None
+        if config.checkpoint_every != 0:
+            place = config.checkpoints or (str(folder.checkpoints) if folder is not None else "")
+            self.checkpoints = Checkpoints(self.step, self._agreed(place), keep=config.keep, told=self._checkpoint_is_complete)
+
+    def train(self) -> Summary:
+        config, step = self.config, self.step
+        ledger = (self.world if isinstance(self.world, World) else self.world.worlds[0]).ledger
+        traffic: Counter[tuple[str, str, str]] = Counter()
+        taken: deque[tuple[int, Out, float]] = deque()
+        """Steps that are not recorded yet: number, result and seconds."""
+        path, first = None if self.folder is None else self.folder.path, self.progress.step + 1
+        ledger.start()
+        recorder = Recorder(
+            config.steps,
+            path,
+            self._console,
+            first_step=first,
+            sinks=[] if path is None else sinks(config, path, first_step=first),
+        )
+        held_out, stopped = None, None
+        with recorder, asked_to_stop(step) as request:
+            while self.progress.step < config.steps and stopped is None:
+                number = self.progress.step + 1
+                with tracing(step, self.world, number, path) if number == config.trace else nullcontext():
+                    began = time.perf_counter()
+                    out = step(self.batches.training(self.progress.cursor), local=self.batches.is_local)
+                    taken.append((number, out, time.perf_counter() - began))
+                self.progress.step, self.progress.cursor = number, self.progress.cursor + self.batches.size
+                # Without a barrier the next step is started before the numbers of this one are asked for.
+                while len(taken) > (0 if config.barrier else 1):
+                    stopped = self._record(recorder, request, *taken.popleft())
+                # Emptied every step: a ledger that is left alone remembers every call of the run.
+                for (axis, operation), (calls, moved) in ledger.totals().items():
+                    traffic[axis, operation, "calls"] += calls
+                    traffic[axis, operation, "bytes"] += moved
+                ledger.clear()
+                if self.verdict.action in ("rewind", "stop"):
+                    self._go_back(recorder)
+                    continue
+                last = number == config.steps or stopped is not None
+                if last:
+                    step.settle()
+                    while taken:
+                        self._record(recorder, request, *taken.popleft())
+                if config.check_replicas is not None and number % config.check_replicas == 0:
+                    step.each(check_replicas)
+                if config.held_out and (number == config.steps or (config.eval_every and number % config.eval_every == 0)):
+                    held_out = self._evaluate(recorder, number)
+                self._keep(number, last)
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+        ledger.stop()
+        assert recorder.first is not None and recorder.last is not None
+        totals = {
+            (axis, op): (calls, traffic[axis, op, "bytes"]) for (axis, op, what), calls in traffic.items() if what == "calls"
+        }
+        pauses = () if self.checkpoints is None else tuple(self.checkpoints.paused)
+        summary = Summary(recorder.first, recorder.last, totals, held_out, path, stopped, pauses)
+        self._end(summary)
+        return summary
+
+    # Steps
+
+    def _record(self, recorder: Recorder, request: Request, number: int, out: Out, seconds: float) -> int | None:
+        """Tell what a step came to; returns the signal that ends the run after it, if there is one."""
+        recorder.record(metrics(number, out, seconds))
+        self.progress.tokens += int(out.tokens)
+        if out.skipped and self.verdict.action != "go":
+            self._event("skip", number, why=self.verdict.reason)
+            self.tell(f"WARNING: step {number}: {self.verdict.reason}")
+        return (request.number or 0) if out.stop else None
+
+    def _judge(self, guard: Guard, loss: float, norm: float) -> str:
+        verdict = guard.verdict(loss, norm)
+        if guard is self.guards[0]:
+            self.verdict = verdict
+        return verdict.action
+
+    def _go_back(self, recorder: Recorder) -> None:
+        """Take the newest checkpoint, and the samples after those of the step that was wrong."""
+        wrong, number = self.verdict, self.progress.step
+        self.verdict = GO
+        saved, verdict = None, wrong
+        if wrong.action == "rewind":
+            assert self.checkpoints is not None
+            self.checkpoints.wait()
+            saved = self._newest()
+            decisions = [
+                guard.rewind(*((None, None) if saved is None else (saved.step, saved.facts["guard"]))) for guard in self.guards
+            ]
+            verdict = replace(decisions[0], reason=f"{wrong.reason}; {decisions[0].reason}")
+        if verdict.action == "stop" or saved is None:
+            raise FloatingPointError(f"step {number}: {verdict.reason}")
+        assert self.checkpoints is not None
+        load(self.step, saved.address)
+        cursor = self.progress.cursor
+        self.progress = progress_of(saved.facts)
+        self.progress.cursor = cursor
+        self.checkpoints.forget_after(saved.manifest.order)
+        recorder.rewind(saved.step, why=verdict.reason, from_step=number)
+        self.tell(f"WARNING: step {number}: {verdict.reason}")
+
+    def _evaluate(self, recorder: Recorder, number: int) -> float:
+        parts = [self.step.evaluate(self.batches.held_out(k), local=self.batches.is_local) for k in range(self.config.held_out)]
+        tokens = sum(part.tokens for part in parts)
+        loss = sum(part.loss * part.tokens for part in parts) / tokens
+        recorder.record_evaluation(number, loss, tokens)
+        return loss
+
+    # Checkpoints
+
+    def _keep(self, number: int, last: bool) -> None:
+        """Write a checkpoint if one is due, and raise what writing the one before has met."""
+        if self.checkpoints is None:
+            return
+        every = self.config.checkpoint_every
+        if last or (every and number % every == 0):
+            self.checkpoints.save(number, self._facts())
+        self.checkpoints.poll()
+
+    def _facts(self) -> dict[str, Any]:
+        config = dump(replace(self.config, out=None, resume=None))
+        return {
+            "config": config,
+            "data": self.batches.fingerprint,
+            "guard": self.guards[0].state_dict(),
+            **asdict(self.progress),
+        }
+
+    def _go_on_from(self, saved: Saved) -> None:
+        self.progress = progress_of(saved.facts)
+        for guard in self.guards:
+            guard.load_state_dict(saved.facts["guard"])
+
+    def _newest(self) -> Saved | None:
+        """The newest checkpoint of this run, the same on every rank."""
+        assert self.checkpoints is not None
+        try:
+            address = find(self.checkpoints.place.address)[0][0]
+        except ValueError:
+            address = ""
+        address = self._agreed(address)
+        return Saved(address) if address else None
+
+    def _agreed(self, text: str) -> str:
+        """What rank 0 says, on every rank."""
+        from phalanx.train.beginning import said
+
+        return said(self.world, text) if isinstance(self.world, World) and self.world.mesh.size > 1 else text
+
+    def _checkpoint_is_complete(self, number: int, name: str, seconds: float) -> None:
+        self._event("checkpoint", number, name=name, seconds=round(seconds, 3))
+
+    # The run folder
+
+    def _begin_folder(self, kind: str, saved: Saved | None) -> None:
+        folder, config = self.folder, self.config
+        if folder is None:
+            return
+        changed = folder.write_config(config)
+        launcher = launch_from(environ)
+        folder.write_environment(
+            describe(argv=sys.argv, env=environ, mesh=config.mesh, launcher=None if launcher is None else launcher.launcher)
+        )
+        if kind == "resume":
+            assert saved is not None
+            folder.rewind(saved.step, why="the run goes on from there")
+            settings = {name: list(values) for name, values in changed.items()}
+            self._event("resume", saved.step, checkpoint=saved.address, changed=settings)
+            what = "".join(f", {name} {was} → {now}" for name, (was, now) in changed.items())
+            self.tell(f"going on after step {saved.step} of {saved.address}{what}")
+        else:
+            self._event("start", 0, **({} if saved is None else {"weights": saved.address}))
+            if saved is not None:
+                self.tell(f"beginning with the weights of {saved.address}, after its step {saved.step}")
+
+    def _event(self, kind: str, number: int, **facts: Any) -> None:
+        if self.folder is not None:
+            self.folder.event(kind, number, **facts)
+
+    def _end(self, summary: Summary) -> None:
+        number = self.progress.step
+        if summary.stopped is not None:
+            self._event("signal", number, signal=summary.stopped)
+            again = (
+                f"`phalanx train --resume {summary.folder}` goes on"
+                if self.checkpoints is not None
+                else "no checkpoint was asked for"
+            )
+            self.tell(f"stopped after step {number} of {self.config.steps}, as asked by a signal; {again}")
+        self._event("end", number, **({"why": "signal"} if summary.stopped is not None else {}))
+        if self.config.trace is not None and summary.stopped is None:
+            self.tell(f"step {self.config.trace} is recorded; `phalanx schedule --run {summary.folder}` shows it")
+        for line in closing_lines(summary, self.config.steps):
+            self.tell(line)
+
+    def tell(self, line: str) -> None:
+        if self._console is not None:
+            tell(self._console, line)
 
 
 def metrics(number: int, out: Out, seconds: float) -> StepMetrics:
@@ -107,6 +325,7 @@ def metrics(number: int, out: Out, seconds: float) -> StepMetrics:
         tokens=int(out.tokens),
         tokens_per_second=int(out.tokens) / seconds,
         seconds=seconds,
+        skipped=bool(out.skipped),
     )
 
 
@@ -118,20 +337,3 @@ def closing_lines(summary: Summary, steps: int) -> list[str]:
     moved = traffic_lines(summary.traffic, steps)
     lines += ["bytes moved by rank 0, by mesh axis:", *moved] if moved else ["no bytes moved: one rank"]
     return [*lines, f"run folder: {summary.folder}"]
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """The folder of --out, or a new one under runs/ named for model and mesh."""
-    if config.out is not None:
-        config.out.mkdir(parents=True, exist_ok=True)
-        return config.out
-    name = "-".join([config.model.replace(":", "-"), *config.mesh.replace("=", "").split(",")]).rstrip("-")
-    number = 1
-    while True:
-        folder = Path("runs") / (name if number == 1 else f"{name}.{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return folder

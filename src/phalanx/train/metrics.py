@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from phalanx.train.folder import LineWriter, RunFolder
+from phalanx.train.sinks import Sink
+
+MOST_NATS = 700.0
+"""exp of a larger loss is no float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,31 +36,55 @@ class StepMetrics:
     tokens_per_second: float
     seconds: float
     """Wall-clock time of this step on rank 0."""
+    skipped: bool = False
+    """The update was left out. Only in the lines of such steps."""
+
+    def line(self) -> dict[str, Any]:
+        values = asdict(self)
+        return values if self.skipped else {name: value for name, value in values.items() if name != "skipped"}
 
 
 class Recorder:
-    """Writes metrics.jsonl into `folder`, a line as each step ends, and shows progress on `console`.
+    """Writes metrics.jsonl into `folder`, a line as each step ends, tells `sinks` the same and shows progress on `console`.
 
     On a terminal one line is redrawn in place; elsewhere about twenty plain lines are printed over the run. Without a folder
     nothing is written and without a console nothing is shown: so it is on every rank but the first.
+
+    A run that begins at a later `first_step` than 1 adds to the file that is there (RunFolder.rewind has made it end before that
+    step); the time left is then of the steps that this process has seen.
+
+    A sink that raises, as it starts or later, is told no more; that is said once, on the console and in events.jsonl. Training does
+    not depend on it.
     """
 
-    def __init__(self, steps: int, folder: Path | None, console: Console | None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        folder: Path | None,
+        console: Console | None,
+        *,
+        first_step: int = 1,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
         self.steps = steps
+        self.first_step = first_step
         self.first: StepMetrics | None = None
         self.last: StepMetrics | None = None
-        self._folder = folder
+        self._folder = RunFolder(folder) if folder is not None else None
         self._console = console
-        self._file: TextIO | None = None
+        self._sinks = list(sinks)
+        self._file: LineWriter | None = None
         self._live: Live | None = None
-        self._seconds = 0.0
+        self._timed_steps = 0
+        self._timed_seconds = 0.0
 
     def __enter__(self) -> Self:
         if self._folder is not None:
-            self._file = (self._folder / "metrics.jsonl").open("w")
+            self._file = LineWriter(self._folder.metrics, fresh=self.first_step == 1)
         if self._console is not None and self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
+        self._tell_sinks(lambda sink: sink.open())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -62,20 +92,62 @@ class Recorder:
             self._live.stop()
         if self._file is not None:
             self._file.close()
+        self._tell_sinks(lambda sink: sink.close(failed=kind is not None))
 
     def record(self, metrics: StepMetrics) -> None:
+        # The first step pays for allocations that no other does; the estimate of the time left is of the others.
+        if self.first is not None:
+            self._timed_steps += 1
+            self._timed_seconds += metrics.seconds
         self.first = self.first or metrics
         self.last = metrics
-        # The first step pays for allocations that no other does; the estimate of the time left is of the others.
-        if metrics.step > 1:
-            self._seconds += metrics.seconds
-        if self._file is not None:
-            self._file.write(json.dumps(asdict(metrics)) + "\n")
-            self._file.flush()  # a run that is killed keeps every step that ended
-        line = progress_line(metrics, self.steps, self._seconds / (metrics.step - 1) if metrics.step > 1 else metrics.seconds)
+        self._write(metrics.line())
+        per_step = self._timed_seconds / self._timed_steps if self._timed_steps else metrics.seconds
+        line = progress_line(metrics, self.steps, per_step)
         if self._live is not None:
             self._live.update(Text(line), refresh=True)
-        elif self._console is not None and (metrics.step in (1, self.steps) or metrics.step % max(1, self.steps // 20) == 0):
+        elif metrics.step in (self.first_step, self.steps) or metrics.step % max(1, self.steps // 20) == 0:
+            self._say(line)
+
+    def record_evaluation(self, step: int, loss: float, tokens: int) -> None:
+        """The held-out batches after `step` steps: mean loss over their `tokens` tokens, in nats.
+
+        A line of its own in metrics.jsonl, which has no key `loss`: {"step", "held_out_loss", "perplexity", "held_out_tokens"}.
+        """
+        perplexity = math.exp(loss) if loss < MOST_NATS else math.inf if loss == loss else math.nan
+        self._write({"step": step, "held_out_loss": loss, "perplexity": perplexity, "held_out_tokens": tokens})
+        self._say(f"step {step}/{self.steps} · held-out loss {loss:.4f} · perplexity {perplexity:,.2f}")
+
+    def rewind(self, step: int, **facts: Any) -> None:
+        """Forget the steps after `step`, which will come again; `facts` go into events.jsonl."""
+        if self._folder is None:
+            return
+        if self._file is not None:
+            self._file.close()  # the file is replaced by a shorter one
+        self._folder.rewind(step, **facts)
+        self._file = LineWriter(self._folder.metrics)
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(values)
+        step = values["step"]
+        numbers = {name: float(value) for name, value in values.items() if name not in ("step", "tokens", "held_out_tokens")}
+        self._tell_sinks(lambda sink: sink.record(step, numbers))
+
+    def _tell_sinks(self, what: Callable[[Sink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                what(sink)
+            except Exception as error:  # noqa: BLE001 - whatever a network or another's library does: the run goes on
+                self._sinks.remove(sink)
+                notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))
+                text = f"{sink.name} is told no more: {type(error).__name__}: {error}{notes}"
+                self._say(f"WARNING: {text}; training goes on, and metrics.jsonl has everything")
+                if self._folder is not None:
+                    self._folder.event("warning", self.last.step if self.last else self.first_step - 1, what=text)
+
+    def _say(self, line: str) -> None:
+        if self._console is not None:
             tell(self._console, line)
 
 

@@ -6,8 +6,9 @@ A table, not a framework: your own model needs none of this, only `phx.paralleli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import rules
-from phalanx.comm.world import World
-from phalanx.derive.program import Parameter
+from phalanx.hf.folder import Folder, check_folder
 from phalanx.models import llama, mlp
+from phalanx.run.values import Values
 from phalanx.train import tiny
 from phalanx.train.config import closest
 
-Values = Callable[[Parameter, World], Tensor]
-"""The shard of a parameter or buffer that a rank starts with."""
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 Factory = Callable[[], nn.Module]
 
@@ -45,7 +44,8 @@ class Model:
     tokens: str | None
     """The batch entry that holds tokens, beside "targets"; None for a model that does not read text."""
     positions: str | None = None
-    """The batch entry that holds each token's position in its document, if sequences hold several documents that are kept apart."""
+    """The batch entry that holds each token's position in its document, where sequences hold several documents that are to be kept
+    apart; None for a model that cannot."""
     values: Values | None = None
     """Where its weights are read from, shard by shard; None: as the factory initialises them."""
 
@@ -55,20 +55,44 @@ class Model:
         return tuple(dict.fromkeys(word for names in self.names.values() for word in names.split()))
 
 
-def build(name: str, dtype: str, *, dropout: float = 0.0) -> Model:
-    """The model called `name`: one of NAMES, or hf-tiny: and a family of transformers.
+def build(name: str, dtype: str, *, dropout: float = 0.0, documents: bool = False) -> Model:
+    """The model called `name`: one of NAMES, hf-tiny: and a family of transformers, or hf: and a folder with a Hugging Face model.
 
-    Raises ValueError, with the closest match, if there is none of that name.
+    documents: its sequences hold several documents, which do not look at one another; its batches have the entry `positions`.
+    Raises ValueError, with the closest match, if there is none of that name, and if it cannot keep documents apart.
     """
     check_name(name)
-    make = NAMES[name] if name in NAMES else partial(_hugging_face, name.partition(":")[2])
-    return make(name, getattr(torch, dtype), dropout)
+    kind, colon, rest = name.partition(":")
+    make = partial(PREFIXES[kind], rest) if colon else NAMES[name]
+    model = make(name, getattr(torch, dtype), dropout)
+    return of_documents(model) if documents else model
+
+
+def of_documents(model: Model) -> Model:
+    """The same model for sequences of several documents. Raises ValueError if it cannot keep them apart."""
+    if model.positions is None:
+        raise ValueError(
+            f"--mask-documents: the model {model.name} cannot keep documents apart, since its forward takes no positions; "
+            "leave the option out, or train a Llama"
+        )
+    return replace(
+        model,
+        factory=partial(_uncached, model.factory),
+        names={**model.names, model.positions: "batch seq"},
+        example=partial(document_batch, model.example, model.positions),
+    )
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError, with the closest match, for a name that is not one. What follows hf-tiny: is left to transformers."""
-    if name not in NAMES and not name.startswith("hf-tiny:"):
-        raise ValueError(f"there is no model {name!r}; there are {closest(name, (*NAMES, 'hf-tiny:llama'))}")
+    """Raise ValueError, with the closest match, for a name that is not one, and for a folder of hf: that holds no sound weights.
+
+    What follows hf-tiny: is left to transformers.
+    """
+    kind, colon, rest = name.partition(":")
+    if name not in NAMES and not (colon and kind in PREFIXES):
+        raise ValueError(f"there is no model {name!r}; there are {closest(name, (*NAMES, 'hf-tiny:llama', 'hf:FOLDER'))}")
+    if kind == "hf" and colon:
+        check_folder(Path(rest))
 
 
 def token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -84,6 +108,18 @@ def token_batch(key: str, vocab: int, batch: int, seq: int, seed: int) -> dict[s
     targets = tokens[:, 1:].clone()
     targets[torch.rand(batch, seq, generator=generator) < 1 / 8] = -100
     return {key: tokens[:, :-1].contiguous(), "targets": targets}
+
+
+def document_batch(
+    make: Callable[[int, int, int], dict[str, Tensor]], positions: str, batch: int, seq: int, seed: int
+) -> dict[str, Tensor]:
+    """A batch of `make` cut into random documents of eight tokens on average, none of which is to predict the next one's first."""
+    values = make(batch, seq, seed)
+    starts = torch.rand(batch, seq, generator=torch.Generator().manual_seed(-1 - seed)) < 1 / 8
+    starts[:, 0] = True
+    place = torch.arange(seq).expand(batch, seq)
+    values["targets"][:, :-1][starts[:, 1:]] = -100
+    return {**values, positions: place - torch.where(starts, place, 0).cummax(1).values}
 
 
 def class_batch(inputs: int, classes: int, dtype: torch.dtype, batch: int, seq: int, seed: int) -> dict[str, Tensor]:
@@ -115,6 +151,7 @@ def _llama(size: str, batch: int, seq: int, name: str, dtype: torch.dtype, dropo
         batch=batch,
         seq=seq,
         tokens="tokens",
+        positions="positions",
     )
 
 
@@ -133,6 +170,25 @@ def _hugging_face(family: str, name: str, dtype: torch.dtype, dropout: float) ->
         batch=8,
         seq=32,
         tokens="input_ids",
+        positions="position_ids",
+    )
+
+
+def _hugging_face_folder(path: str, name: str, dtype: torch.dtype, dropout: float) -> Model:
+    folder = Folder(path, dropout=dropout)
+    example = partial(token_batch, "input_ids", folder.config.vocab_size)
+    factory = partial(folder.module, dtype)
+    return Model(
+        name=name,
+        factory=factory,
+        names=_names(factory, example),
+        loss=token_loss,
+        example=example,
+        batch=8,
+        seq=min(1024, getattr(folder.config, "max_position_embeddings", 1024)),
+        tokens="input_ids",
+        positions="position_ids",
+        values=folder.values,
     )
 
 
@@ -144,6 +200,11 @@ NAMES: dict[str, Callable[[str, torch.dtype, float], Model]] = {
     "llama-70b": partial(_llama, "70b", 8, 8192),
 }
 """By name, with the default batch and sequence length of the Llamas."""
+PREFIXES: dict[str, Callable[[str, str, torch.dtype, float], Model]] = {
+    "hf-tiny": _hugging_face,
+    "hf": _hugging_face_folder,
+}
+"""By what stands before the colon of a name."""
 
 
 def _in_dtype(dtype: torch.dtype, make: Callable[[Any], nn.Module], config: object) -> nn.Module:
@@ -154,6 +215,14 @@ def _in_dtype(dtype: torch.dtype, make: Callable[[Any], nn.Module], config: obje
         return make(config)
     finally:
         torch.set_default_dtype(before)
+
+
+def _uncached(factory: Factory) -> nn.Module:
+    """Without a key-value cache, beside which transformers leaves documents unmasked."""
+    module = factory()
+    if hasattr(module, "config") and hasattr(module.config, "use_cache"):
+        module.config.use_cache = False
+    return module
 
 
 def _names(factory: Factory, example: Callable[[int, int, int], Mapping[str, Tensor]]) -> dict[str, str]:

@@ -33,7 +33,11 @@ SIZES: dict[str, Any] = {
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 128},
     "gemma2": {"query_pre_attn_scalar": 16},
-    "gemma3_text": {"query_pre_attn_scalar": 16},
+    # Both kinds of its layers, which alternate 5 to 1.
+    "gemma3_text": {
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 
 

@@ -211,7 +211,9 @@ def verify(
         )
     rounding = config.dtype if config.precision is None else "bfloat16"
     tolerance = TOLERANCE[rounding] if tolerance is None else tolerance
-    model = build(config.model, config.dtype, dropout=config.dropout) if model is None else model
+    model = (
+        build(config.model, config.dtype, dropout=config.dropout, documents=config.mask_documents) if model is None else model
+    )
     config = replace(config, batch=config.batch or model.batch, seq=config.seq or model.seq)
     torch.manual_seed(config.seed)
     module = model.factory()

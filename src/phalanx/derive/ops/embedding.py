@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, shape_of, tensors
+from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, shape_of, tensors, valid_shape
 
 aten = torch.ops.aten
 ROWS = "rows"
@@ -17,13 +17,17 @@ def embedding(node: fx.Node) -> Form:
         raise ValueError("embedding with scale_grad_by_freq or sparse gradients has no rule; use the plain form")
     where: Labels = tuple(("id", dim) for dim in range(len(shape_of(ids))))
     padding = argument(node, "padding_idx", -1)
-    rows = shape_of(weight)[0]
+    rows, valid = shape_of(weight)[0], valid_shape(weight)[0]
 
     def emit(e: Emit) -> fx.Node:
         if not e.axes(ROWS):
+            if valid < rows:
+                e.operands[0] = e.call(aten.slice.Tensor, e.operands[0], 0, 0, valid)
             return e.again()
         table, ids = e.operands
         local, outside = local_rows(e, ids, ROWS, rows)
+        if valid < rows:
+            outside = e.call(aten.logical_or.default, outside, e.call(aten.ge.Scalar, ids, valid))
         found = e.call(aten.embedding.default, table, local)
         found = e.call(aten.masked_fill.Scalar, found, e.call(aten.unsqueeze.default, outside, -1), 0)
         if padding >= 0:

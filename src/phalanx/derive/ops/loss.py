@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, shape_of, tensors
+from phalanx.derive.form import WHOLE, Emit, Form, Labels, Rule, argument, shape_of, tensors, valid_shape
 from phalanx.derive.ops.embedding import local_rows
 from phalanx.derive.ops.pointwise import broadcast_labels, broadcast_shape
 
@@ -32,23 +32,31 @@ def cross_entropy(node: fx.Node) -> Form:
     rest = tuple((WHOLE,) * len(shape_of(operand)) for operand in operands[2:])
     result = samples if reduction == NONE else ()
     ignore = argument(node, "ignore_index", -100)
+    held, valid = logits[class_dim], valid_shape(operands[0])[class_dim]
 
     def emit(e: Emit) -> fx.Node:
         if not e.axes(CLASSES):
+            if valid < held:
+                e.operands[0] = e.call(aten.slice.Tensor, e.operands[0], class_dim, 0, valid)
             return e.again()
-        return _split_vocabulary(e, len(logits), class_dim, logits[class_dim], ignore, reduction)
+        return _split_vocabulary(e, len(logits), class_dim, held, valid, ignore, reduction)
 
     return Form((left, right, *rest), (result,), "none", emit, finished=frozenset({CLASSES}))
 
 
-def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, ignore: int, reduction: int) -> fx.Node:
-    """log(sum exp) - picked logit from one max and one sum over ranks (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, valid: int, ignore: int, reduction: int) -> fx.Node:
+    """log(sum exp) - picked logit from one max and one sum over ranks (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+    Only the first `valid` classes count; the others are padding.
+    """
     logits, target = e.operands[:2]
     dtype = logits.meta["val"].dtype
     if class_dim != ndim - 1:
         logits = e.call(aten.movedim.int, logits, class_dim, -1)
     if dtype in (torch.bfloat16, torch.float16):
         logits = e.call(aten.to.dtype, logits, torch.float32)
+    if valid < classes:
+        logits = e.call(aten.add.Tensor, logits, _penalty(e, logits, classes, valid))
     peak = e.call(aten.amax.default, e.call(aten.detach.default, logits), [-1], True)
     for axis in reversed(e.axes(CLASSES)):
         peak = e.call(torch.ops.phx.all_reduce.default, peak, e.world, axis, "max")
@@ -70,6 +78,15 @@ def _split_vocabulary(e: Emit, ndim: int, class_dim: int, classes: int, ignore: 
             count = e.call(aten.sum.default, e.call(aten.ne.Scalar, target, ignore))
             loss = e.call(aten.div.Tensor, loss, count)
     return loss if loss.meta["val"].dtype == dtype else e.call(aten.to.dtype, loss, dtype)
+
+
+def _penalty(e: Emit, logits: fx.Node, classes: int, valid: int) -> fx.Node:
+    """What is added to the logits of this rank's classes: 0, and minus infinity for padding, which so has no part in peak or sum."""
+    held = classes // e.ranks(CLASSES)
+    limit = e.offset(e.call(aten.full.default, [1], valid, dtype=torch.int64), CLASSES, classes)
+    beyond = e.call(aten.ge.Tensor, e.call(aten.arange.default, held, dtype=torch.int64), limit)
+    zeros = e.call(aten.full.default, [held], 0.0, dtype=logits.meta["val"].dtype)
+    return e.call(aten.masked_fill.Scalar, zeros, beyond, -math.inf)
 
 
 def elementwise_loss(node: fx.Node) -> Form:

@@ -74,6 +74,14 @@ def along(node: fx.Node) -> Form:
     return Form((labels,), (labels,) * (len(value) if isinstance(value, (tuple, list)) else 1))
 
 
+def diff(node: fx.Node) -> Form:
+    """Differences along one dimension, which is whole, of a value with others put before and behind it. Linear in all together."""
+    ndim = len(shape_of(node))
+    dim = dim_index(argument(node, "dim", -1), ndim)
+    labels: Labels = tuple(WHOLE if at == dim else at for at in range(ndim))
+    return Form((labels,) * len(tensors(node)), (labels,), "sum")
+
+
 def lines_of_two(node: fx.Node) -> Form:
     """cosine_similarity: one dimension of two values that broadcast is reduced, so it is whole."""
     shapes = [shape_of(operand) for operand in tensors(node)]
@@ -112,6 +120,7 @@ RULES: dict[object, Rule] = {
     aten.mean: mean,
     **dict.fromkeys(_WHOLE, whole_reduction),
     **dict.fromkeys(_LINES, along),
+    aten.diff: diff,
     aten.cosine_similarity: lines_of_two,
     aten.layer_norm: layer_norm,
     aten.rms_norm: layer_norm,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.derive.capture import capture, check_capture
 from phalanx.derive.program import Captured
-from phalanx.hf import IMPLEMENTATION, capture_context, is_hf_model
+from phalanx.hf.capture import IMPLEMENTATION, capture_context, is_hf_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -113,6 +113,18 @@ def test_a_window_mask_has_no_batch_dimension() -> None:
     assert captured.tables is not None
     masks = [n.meta["val"] for n in captured.tables.graph.graph.output_node().args[0] if n.meta["val"].dtype is torch.bool]
     assert [tuple(mask.shape) for mask in masks] == [(1, 1, 9, 9)]
+
+
+def test_an_eager_mask_has_no_batch_dimension() -> None:
+    """Soft-capped attention adds its mask to the scores; one for each sample would not divide into microbatches."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    stock = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    captured = capture(model_of("gemma2"), batch_of(sequences=8), prepare=capture_context)
+    assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is stock
+    assert captured.tables is not None
+    masks = [value for n in captured.tables.graph.graph.output_node().args[0] if (value := n.meta["val"]).shape[-2:] == (9, 9)]
+    assert [tuple(mask.shape) for mask in masks] == [(1, 1, 9, 9)] * 2
 
 
 def test_padding_is_kept() -> None:

@@ -1,0 +1,164 @@
+"""Where a run begins: with new weights, with those of a checkpoint or a Hugging Face folder, or where a run was.
+
+Rank 0 looks for checkpoints and says what it has found, so that all ranks read the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.local import LocalWorld
+from phalanx.comm.world import World
+from phalanx.derive.program import Parameter
+from phalanx.hf.folder import Folder
+from phalanx.run.step import Step
+from phalanx.run.values import Values
+from phalanx.train.checkpoint import Damaged, Saved, find, load
+from phalanx.train.config import TrainConfig
+
+SAME = ("model", "dtype", "seq", "seed", "mask_documents")
+"""Settings that a run cannot change when it goes on: it would not be the same model, or not the same samples."""
+
+Kind = Literal["new", "resume", "checkpoint", "hf"]
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what a checkpoint holds beside tensors."""
+
+    step: int = 0
+    """Steps that were taken."""
+    cursor: int = 0
+    """Samples that were taken, over all ranks: the place in the data."""
+    tokens: int = 0
+    """That counted in a loss."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins.
+
+    addresses  of checkpoints, the one to take first; of a Hugging Face folder
+    note       what a person should know of how it was found
+    """
+
+    kind: Kind = "new"
+    addresses: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def values(self) -> Values | None:
+        """What the step is built with: nothing is made that will be replaced."""
+        if self.kind == "hf":
+            return Folder(self.addresses[0]).values
+        return None if self.kind == "new" else nothing
+
+    def fill(self, step: Step, config: TrainConfig, tell: Callable[[str], None]) -> Saved | None:
+        """Fill the step from the newest checkpoint that is whole, which is returned. Every rank calls this.
+
+        Raises ValueError for one that does not fit, and Damaged if none is whole.
+        """
+        if self.kind in ("new", "hf"):
+            return None
+        keeps = self.kind == "resume" or config.init_optimizer == "kept"
+        damage: list[str] = []
+        for address in self.addresses:
+            try:
+                saved = load(step, address, optimizer=keeps, cast=self.kind == "checkpoint")
+            except Damaged as error:
+                damage.append(str(error))
+                if address != self.addresses[-1]:
+                    tell(f"WARNING: {error}; taking the checkpoint before it")
+                continue
+            if self.kind == "checkpoint" and keeps:
+                for executor in step.executors:
+                    executor.seek(0)
+                    executor.optimizer.before = executor.optimizer.steps
+            return saved
+        raise Damaged("no checkpoint can be read:\n  " + "\n  ".join(damage))
+
+
+def beginning(config: TrainConfig, world: World | LocalWorld) -> Beginning:
+    """Where the run that `config` describes begins, the same on every rank. Raises ValueError if it says so and there is nothing."""
+    if config.resume is None and config.init_from is None:
+        return Beginning()
+    here = world if isinstance(world, World) else world.worlds[0]
+    kind, found, note = "new", [""], ""
+    if here.rank == 0:
+        try:
+            kind, found, note = _found(config)
+        except ValueError as error:
+            kind, found, note = "error", [""], str(error)
+    if isinstance(world, World) and world.mesh.size > 1:
+        kind, note, *found = said(world, "\0".join([kind, note, *found])).split("\0")
+    if kind == "error":
+        raise ValueError(note)
+    return Beginning(kind, tuple(found), note)  # type: ignore[arg-type]
+
+
+def _found(config: TrainConfig) -> tuple[str, list[str], str]:
+    if config.resume is not None:
+        try:
+            addresses, note = find((config.checkpoints or str(config.out)) if config.resume == "auto" else config.resume)
+        except ValueError as error:
+            if config.resume != "auto" or isinstance(error, Damaged):
+                raise
+        else:
+            return "resume", addresses, note
+    if config.init_from is None:
+        return "new", [""], ""
+    if is_hf_folder(Path(config.init_from)):
+        return "hf", [config.init_from], ""
+    addresses, note = find(config.init_from)
+    return "checkpoint", addresses, note
+
+
+def is_hf_folder(path: Path) -> bool:
+    return (path / "config.json").is_file() and not (path / "phalanx.json").exists()
+
+
+def nothing(parameter: Parameter, world: World) -> Tensor:
+    """The shard of a parameter that a checkpoint is about to fill."""
+    shape = parameter.spec.local_shape(parameter.shape, world.mesh)
+    return torch.zeros(shape, dtype=parameter.stored or parameter.dtype)
+
+
+def check_same_run(config: TrainConfig, saved: Saved, fingerprint: str) -> None:
+    """Raise ValueError for a setting that makes it another run than the one that is to be gone on with."""
+    before = saved.config
+    for field in fields(config):
+        was, now = getattr(before, field.name), getattr(config, field.name)
+        if field.name in SAME and was != now:
+            raise ValueError(
+                f"{saved.address} is of a run with {field.name} {was!r}, which --resume goes on with; to begin a new run with {now!r} "
+                "from its weights, use --init-from"
+            )
+    if saved.facts["data"] != fingerprint:
+        raise ValueError(
+            f"{saved.address} was learning from other data (--data {' '.join(before.data) or 'left out'}, or what is there has changed): "
+            "to go on from its weights with this data, use --init-from"
+        )
+
+
+def progress_of(facts: Mapping[str, Any]) -> Progress:
+    return Progress(**{field.name: int(facts[field.name]) for field in fields(Progress)})
+
+
+def said(world: World, text: str) -> str:
+    """What rank 0 says, on every rank. Collective."""
+    everybody = world.group(world.mesh.names)
+    content = text.encode() if world.rank == 0 else b""
+    length = torch.tensor(len(content), device=world.device)
+    world.transport.broadcast(length, 0, everybody).wait()
+    letters = torch.zeros(int(length), dtype=torch.uint8)
+    if world.rank == 0 and content:
+        letters = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    letters = letters.to(world.device)
+    world.transport.broadcast(letters, 0, everybody).wait()
+    return bytes(letters.cpu().numpy()).decode()

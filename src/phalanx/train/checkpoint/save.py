@@ -1,0 +1,433 @@
+"""Writing checkpoints while training goes on. Each rank writes its own boxes; a checkpoint is there when its manifest is.
+
+    copy      a thread copies this rank's boxes; the step after may compute, but not update, until it has
+    write     the thread writes them through DCP's FileSystemWriter, and then the part: what is where, and its hashes
+    commit    rank 0's thread waits for the parts of all, and writes DCP's metadata and last the manifest
+
+No rank waits for another one's disk before its own next checkpoint. What a killed run leaves has no manifest and is removed by the next.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from phalanx.run.executor import Executor
+from phalanx.run.pieces import Kind, Piece, State, state_of
+from phalanx.run.step import Step
+from phalanx.train.checkpoint.blocks import HashedFiles, Place
+from phalanx.train.checkpoint.manifest import FOLDER, MANIFEST, METADATA, OWNER, Manifest, complete, hash_of
+
+STRIP_BYTES = 1 << 20
+"""A box with more than this is written in strips along its last dimension, so that a rank of a layout that splits that dimension
+otherwise reads little of what it does not need."""
+STRIPS = 8
+ROW_BYTES = 1 << 10
+"""A strip has at least so much of each row."""
+POLL_SECONDS = 0.02
+
+T = TypeVar("T")
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being written, as this process sees it."""
+
+    name: str
+    step: int
+    order: int
+    facts: Mapping[str, Any]
+    numbers: Mapping[str, float]
+    states: Sequence[State]
+    """Of the ranks of this process."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    written: threading.Event = field(default_factory=threading.Event)
+    given_up: threading.Event = field(default_factory=threading.Event)
+    """Some rank could not write: do not wait for its part."""
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
+    seconds: float = 0.0
+    """From the call to the end of what this process does for it."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder. Every rank calls every method together, but `poll`.
+
+    keep    newest ones that stay; 0 keeps all
+    told    called on rank 0, from the writing thread, with step, name and seconds when a checkpoint is complete
+    """
+
+    def __init__(
+        self, step: Step, address: str, *, keep: int = 0, told: Callable[[int, str, float], None] | None = None
+    ) -> None:
+        self.step, self.place, self.keep = step, Place(address), keep
+        self._told = told
+        self._now: Saving | None = None
+        self._staging: list[list[Tensor]] | None = None
+        self.paused: list[float] = []
+        """Seconds for which each `save` has kept the caller; what its copy delays the next update by is in `step.waited`."""
+        here = step.executors[0].world
+        self.is_first = any(executor.world.rank == 0 for executor in step.executors)
+        self._count = 0
+        self._order = 0
+        error = None
+        nonce = torch.tensor(secrets.randbits(62) if self.is_first else 0)
+        if self.is_first:
+            try:
+                self._take_over(int(nonce))
+            except ValueError as mistake:
+                error = mistake
+        self._raise_together(error, f"{address} cannot hold checkpoints")
+        numbers = torch.stack([nonce, torch.tensor(self._order)])
+        self._nonce, self._order = self._broadcast(numbers.to(here.device))
+
+    def save(self, number: int, facts: Mapping[str, Any]) -> None:
+        """Begin to write the state after `number` steps. Raises what the checkpoint before it met, on every rank.
+
+        facts  plain JSON that the run wants to know again
+        """
+        began = time.perf_counter()
+        self.wait()
+        self.step.settle()
+        self._count += 1
+        self._order += 1
+        name = f"step-{number:08d}-{(self._nonce ^ self._count * 0x9E3779B97F4A7C15) & 0xFFFFFFFF:08x}"
+        states = [state_of(e.parameters, e.optimizer, self.step.names) for e in self.step.executors]
+        self._add_unused(states)
+        now = Saving(name, number, self._order, dict(facts), numbers_of(self.step.executors[0]), states)
+        for executor in self.step.executors:
+            executor.reading = now.copied
+        now.thread = threading.Thread(target=self._run, args=(now, began), name="phx-checkpoint", daemon=True)
+        self._now = now
+        now.thread.start()
+        self.paused.append(time.perf_counter() - began)
+
+    def wait(self) -> None:
+        """Until the last checkpoint is complete, or raise, on every rank, why it is not."""
+        now = self._now
+        if now is None:
+            return
+        assert now.thread is not None
+        now.written.wait()
+        try:
+            self._raise_together(now.error, f"checkpoint {now.name} was not written", before=lambda: self._give_up(now))
+            now.thread.join()
+            self._raise_together(now.error, f"checkpoint {now.name} was not written")
+        finally:
+            now.given_up.set()
+            now.thread.join()
+            self._now = None
+
+    def _give_up(self, now: Saving) -> None:
+        """No rank writes any more: let rank 0 stop waiting, and free what was written."""
+        now.given_up.set()
+        if self.is_first and now.thread is not None:
+            now.thread.join()
+            with suppress(ValueError):  # why it was not written is told already
+                self.place.remove(now.name)
+
+    def poll(self) -> None:
+        """Raise what this process has met while writing. Without communication, so only this rank raises."""
+        if self._now is not None and self._now.error is not None:
+            raise self._now.error
+
+    def forget_after(self, order: int) -> None:
+        """Remove the checkpoints that are newer than one, which a run goes back to."""
+        self.wait()
+        error = None
+        if self.is_first:
+            try:
+                for name, manifest in complete(self.place):
+                    if not isinstance(manifest, Manifest) or manifest.order > order:
+                        _remove(self.place, name)
+            except ValueError as mistake:
+                error = mistake
+        self._raise_together(error, "newer checkpoints were not removed")
+
+    # The writing thread
+
+    def _run(self, now: Saving, began: float) -> None:
+        place = self.place.at(now.name)
+        try:
+            try:
+                staged = self._copy(now.states)
+            finally:
+                now.copied.set()
+            with place.told(""):
+                place.make()
+                for executor, state, tensors in zip(self.step.executors, now.states, staged, strict=True):
+                    _write_part(place, executor.world.rank, state, tensors)
+            now.written.set()
+            if self.is_first:
+                self._commit(place, now)
+                now.seconds = time.perf_counter() - began
+                if self._told is not None and not now.given_up.is_set():
+                    self._told(now.step, now.name, now.seconds)
+        except Exception as error:  # noqa: BLE001 - raised by `wait` or `poll`, in the thread that can do something about it
+            now.error = error
+        finally:
+            now.written.set()
+
+    def _copy(self, states: Sequence[State]) -> list[list[Tensor]]:
+        """Copies of what is to be written, on the CPU, in memory that the next checkpoint uses again."""
+        views = [[view for piece in state.writes for _, view in strips(piece)] for state in states]
+        if self._staging is None:
+            pinned = views[0][0].is_cuda if views and views[0] else False
+            self._staging = [[torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in row] for row in views]
+        for copies, row in zip(self._staging, views, strict=True):
+            for copy, view in zip(copies, row, strict=True):
+                copy.copy_(view, non_blocking=True)
+        if any(view.is_cuda for row in views for view in row):
+            torch.cuda.synchronize()
+        return self._staging
+
+    def _commit(self, place: Place, now: Saving) -> None:
+        """Wait for every rank's part, then write what makes the folder a checkpoint."""
+        ranks = range(self.step.executors[0].world.mesh.size)
+        missing = list(ranks)
+        while missing:
+            if now.given_up.is_set():
+                return
+            missing = [rank for rank in missing if not place.exists(part_name(rank))]
+            if missing:
+                time.sleep(POLL_SECONDS if place.is_local else 1.0)
+        contents = {part_name(rank): place.read(part_name(rank)) for rank in ranks}
+        parts = {name: json.loads(content) for name, content in contents.items()}
+        kinds = now.states[0].kinds
+        metadata, results = _metadata(kinds, list(parts.values()))
+        writer, _ = _writer(place)
+        with place.told(METADATA):
+            writer.finish(metadata, [results])
+        contents[METADATA] = place.read(METADATA)
+        self._check_owner()
+        program, mesh = self.step.program, self.step.world.mesh
+        manifest = Manifest(
+            step=now.step,
+            order=now.order,
+            facts=now.facts,
+            numbers=now.numbers,
+            specs={f"model.{name}": str(p.spec) for name, p in program.parameters.items()},
+            mesh=str(mesh),
+            aliases={alias: name for name, p in {**program.parameters, **program.buffers}.items() for alias in p.aliases},
+            versions=versions(),
+            files={name: (len(content), hash_of(content)) for name, content in contents.items()},
+            parts=tuple(parts),
+        )
+        place.write(MANIFEST, manifest.dumped())
+        place_above = self.place
+        place_above.sync()
+        if self.keep:
+            for name, _ in complete(place_above)[self.keep :]:
+                _remove(place_above, name)
+
+    # The folder
+
+    def _take_over(self, nonce: int) -> None:
+        """Make the folder this run's: from now on no other one completes a checkpoint in it. Removes what killed runs left."""
+        self.place.make()
+        self.place.write(OWNER, json.dumps({"run": nonce, "host": platform.node(), "since": time.time()}).encode())
+        orders = [manifest.order for _, manifest in complete(self.place) if isinstance(manifest, Manifest)]
+        self._order = max(orders, default=0)
+        for name in self.place.folders():
+            if FOLDER.match(name) and not self.place.exists(f"{name}/{MANIFEST}"):
+                self.place.remove(name)
+
+    def _check_owner(self) -> None:
+        owner = json.loads(self.place.read(OWNER))
+        if owner["run"] != self._nonce:
+            raise ValueError(
+                f"{self.place.address} was taken over by another run, on {owner['host']}: two runs cannot keep their checkpoints in one "
+                "folder. Give one of them another --out"
+            )
+
+    def _add_unused(self, states: list[State]) -> None:
+        """Tensors of the model that no segment trains: rank 0 writes them, or nobody would."""
+        for place, (executor, state) in enumerate(zip(self.step.executors, states, strict=True)):
+            kinds, pieces = unused(self.step)
+            mine = pieces if executor.world.rank == 0 else ()
+            states[place] = State({**state.kinds, **kinds}, (*state.writes, *mine), (*state.reads, *pieces))
+
+    # Together
+
+    def _raise_together(self, error: BaseException | None, what: str, before: Callable[[], None] | None = None) -> None:
+        """Raise on every rank if any has an error: the own one, or whose it is."""
+        first = first_failing(self.step, error is not None)
+        if first is None:
+            return
+        if before is not None:
+            before()
+        if error is not None:
+            raise error
+        raise ValueError(f"{what}: rank {first} could not, and says why")
+
+    def _broadcast(self, numbers: Tensor) -> tuple[int, ...]:
+        def send(executor: Executor) -> Tensor:
+            mine = numbers.clone()
+            executor.world.transport.broadcast(mine, 0, executor.world.group(executor.world.mesh.names)).wait()
+            return mine
+
+        return tuple(int(x) for x in on_ranks(self.step, send)[0])
+
+
+def on_ranks(step: Step, fn: Callable[[Executor], T]) -> list[T]:
+    """fn on the ranks of this process, which communicate in it."""
+    return step.each(fn)
+
+
+def first_failing(step: Step, failed: bool) -> int | None:
+    """The first rank of the world that has failed; None if none has. Collective."""
+
+    def ask(executor: Executor) -> int:
+        world = executor.world
+        place = torch.tensor(world.rank if failed else world.mesh.size, device=world.device)
+        if world.mesh.size > 1:
+            world.transport.all_reduce(place, world.group(world.mesh.names), "min").wait()
+        return int(place)
+
+    first = on_ranks(step, ask)[0]
+    return None if first == step.executors[0].world.mesh.size else first
+
+
+def unused(step: Step) -> tuple[dict[str, Kind], tuple[Piece, ...]]:
+    """Tensors of the module's state_dict that no segment uses, as they are held on every rank."""
+    found = {name: x for name, x in step.unused.items() if name not in step.program.buffers}
+    kinds = {f"model.{name}": Kind(tuple(x.shape), x.dtype) for name, x in found.items()}
+    return kinds, tuple(Piece(f"model.{name}", (0,) * x.dim(), x) for name, x in found.items())
+
+
+def numbers_of(executor: Executor) -> dict[str, float]:
+    """What is one number of the state of a run: updates, steps, the loss scale."""
+    found = {f"optimizer.{name}": value for name, value in executor.optimizer.numbers().items()}
+    found["step"] = executor.step_number
+    if executor.loss_scale is not None:
+        found.update({name: float(value) for name, value in executor.loss_scale.state_dict().items()})
+    return found
+
+
+def strips(piece: Piece) -> list[tuple[tuple[int, ...], Tensor]]:
+    """(offsets, view) of the boxes in which a piece is written."""
+    value, (*_, width) = piece.value, (1, *piece.value.shape)
+    count = min(STRIPS, width * value.element_size() // ROW_BYTES)
+    if value.dim() < 2 or value.numel() * value.element_size() <= STRIP_BYTES or count < 2:
+        return [(piece.offsets, value)]
+    while width % count:
+        count -= 1
+    step = width // count
+    return [
+        ((*piece.offsets[:-1], piece.offsets[-1] + start), value.narrow(-1, start, step)) for start in range(0, width, step)
+    ]
+
+
+def part_name(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def versions() -> dict[str, str]:
+    return {"phalanx": version("phalanx"), "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+class _Staged(DefaultSavePlanner):
+    """Hands DCP's writer the copies."""
+
+    def __init__(self, tensors: Mapping[MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._tensors[write_item.index]
+
+
+def _write_part(place: Place, rank: int, state: State, tensors: Sequence[Tensor]) -> None:
+    """This rank's file, and the part that says what is in it: the sign that it is complete."""
+    items, by_index = [], {}
+    places = [(piece.key, offsets) for piece in state.writes for offsets, _ in strips(piece)]
+    for (key, offsets), tensor in zip(places, tensors, strict=True):
+        index = MetadataIndex(key, torch.Size(offsets))
+        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=tensor.shape)
+        data = TensorWriteData(
+            chunk=chunk,
+            properties=TensorProperties(dtype=state.kinds[key].dtype),
+            size=torch.Size(state.kinds[key].shape),
+        )
+        items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        by_index[index] = tensor
+    writer, files = _writer(place)
+    (plan,) = writer.prepare_global_plan([SavePlan(items)])
+    plan.storage_data.prefix = f"__{rank}_"
+    results = writer.write_data(plan, _Staged(by_index)).wait()
+    rows = []
+    for result in results:
+        info, tensor = result.storage_data, by_index[result.index]
+        rows.append(
+            [
+                result.index.fqn,
+                list(result.index.offset or ()),
+                list(tensor.shape),
+                info.relative_path,
+                info.offset,
+                info.length,
+            ]
+        )
+    hashes = {name: {"bytes": file.size, "blocks": _hex(file.digests)} for name, file in files.written.items()}
+    place.write(part_name(rank), json.dumps({"boxes": rows, "files": hashes}).encode())
+
+
+def _writer(place: Place) -> tuple[FileSystemWriter, HashedFiles]:
+    """DCP's writer into a folder, and the files that it writes."""
+    writer, files = FileSystemWriter(place.path, sync_files=place.is_local), HashedFiles(place)
+    writer.fs, writer.path = files, place.path  # type: ignore[assignment]
+    return writer, files
+
+
+def _hex(digests: Sequence[int]) -> str:
+    return "".join(f"{digest:016x}" for digest in digests)
+
+
+def _metadata(kinds: Mapping[str, Kind], parts: Sequence[Mapping[str, Any]]) -> tuple[Metadata, list[WriteResult]]:
+    """DCP's metadata of all parts. An element that nobody or two ranks wrote is a mistake of ours."""
+    entries = {
+        key: TensorStorageMetadata(properties=TensorProperties(dtype=kind.dtype), size=torch.Size(kind.shape), chunks=[])
+        for key, kind in kinds.items()
+    }
+    results = []
+    for part in parts:
+        for key, offsets, sizes, file, offset, length in part["boxes"]:
+            chunks = entries[key].chunks
+            index = MetadataIndex(key, torch.Size(offsets), len(chunks))
+            chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
+            results.append(WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(file, offset, length)))
+    for key, entry in entries.items():
+        written = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        assert written == math.prod(entry.size), f"{key} has {math.prod(entry.size)} elements, {written} were written"
+    paths: dict[str, Any] = {key: tuple(key.split(".", 1)) for key in entries}
+    return Metadata(state_dict_metadata=dict(entries), planner_data=paths), results
+
+
+def _remove(place: Place, name: str) -> None:
+    """The manifest first: what is half removed is no checkpoint."""
+    if place.exists(f"{name}/{MANIFEST}"):
+        place.remove(f"{name}/{MANIFEST}")
+    place.remove(name)

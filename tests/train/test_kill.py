@@ -1,0 +1,167 @@
+"""Runs that are killed or told to stop, at every moment that we could name and some that nobody chose: real processes.
+
+Whatever ends them, the run that goes on leaves what one that nobody disturbed leaves: the same bits in the last checkpoint, each step
+once in metrics.jsonl with the same loss, and nothing to clean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.train.dying_rank import Blow, write_plan
+
+from phalanx.comm.local import local
+from phalanx.train.checkpoint import Saved, find
+from phalanx.train.config import TrainConfig, load
+from phalanx.train.loop import train
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("dying_rank.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+SAVE = "phalanx.train.checkpoint.save"
+BLOCKS = "phalanx.train.checkpoint.blocks"
+
+MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    # phase: a function, its calls in a start of ten steps or more with a checkpoint every 3, and how it is meant
+    "start": ("", 1, {}),
+    "joined": ("phalanx.comm.world:init", 1, {"after": True}),
+    "loading": ("phalanx.train.checkpoint.load:Saved.fill", 1, {}),
+    "loaded": ("phalanx.train.checkpoint.load:Saved.fill", 1, {"after": True}),
+    "take over": (f"{SAVE}:Checkpoints._take_over", 1, {"after": True}),
+    "between steps": ("phalanx.train.batches:Batches.training", 8, {}),
+    "update": ("phalanx.run.optimizer:Optimizer._adamw", 8, {"after": True}),
+    "collective": ("phalanx.comm.c10d:C10dTransport.all_reduce", 80, {"after": True}),
+    "metrics": ("phalanx.train.metrics:Recorder.record", 8, {"after": True}),
+    "copy": (f"{SAVE}:Checkpoints._copy", 2, {}),
+    "write": (f"{BLOCKS}:HashedWriter.write", 40, {}),
+    "part": ("os:replace", 2, {"word": "part-0"}),
+    "before the manifest": ("os:replace", 2, {"word": "phalanx.json"}),
+    "after the manifest": ("os:replace", 2, {"word": "phalanx.json", "after": True}),
+    "removal": (f"{BLOCKS}:Place.remove", 1, {"word": "phalanx.json", "after": True}),
+    "event": ("phalanx.train.folder:RunFolder.event", 3, {"after": True}),
+}
+"""When a rank dies."""
+ONLY_FIRST = {"take over", "before the manifest", "after the manifest", "removal", "event"}
+"""What rank 0 does alone."""
+
+
+def moment(phase: str, start: int, rank: int, call: int | None = None, **changes: Any) -> Blow:
+    at, calls, how = MOMENTS[phase]
+    return Blow(phase=phase, start=start, rank=rank, at=at, call=call or calls, **how | changes)
+
+
+class Command:
+    """`phalanx train` with blows, started."""
+
+    def __init__(self, folder: Path, args: list[str], blows: list[Blow], *, launcher: tuple[str, ...] = ()) -> None:
+        self.told = folder / f"told-{len(list(folder.glob('told-*'))) + 1}"
+        self.told.touch()
+        plan = write_plan(self.told.with_suffix(".plan"), self.told, blows)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", *launcher, str(SCRIPT), str(plan), "train", *args],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+
+    def fallen(self) -> list[str]:
+        return [json.loads(line)["phase"] for line in self.told.read_text().splitlines()]
+
+    def ends(self, code: int, *, blows: int) -> tuple[str, str]:
+        """Its output, once it has ended by itself with that exit code; every blow must have fallen."""
+        pids = set[int]()
+        try:
+            out, err = self.process.communicate(timeout=900)
+        finally:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+        pids = {json.loads(line)["pid"] for line in self.told.read_text().splitlines()}
+        assert self.process.returncode == code, (self.process.returncode, out, err)
+        assert len(self.fallen()) == blows, (self.fallen(), err)
+        assert not any(map(is_running, pids))
+        return out, err
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def undisturbed(out: Path, folder: Path) -> Path:
+    """The run whose settings are in `out`, on threads of this process: the order of sums is that of processes."""
+    config = replace(load(out / "config.yaml", TrainConfig()), out=folder, restarts=0, checkpoints=None)
+    with local(config.parsed_mesh()) as world:
+        train(config, world)
+    return folder
+
+
+def assert_same_run(out: Path, other: Path) -> None:
+    """Losses, norms, rates and weights, bit for bit."""
+    told = ("step", "loss", "grad_norm", "lr", "tokens")
+    rows = [[row[name] for name in told] for row in lines(out / "metrics.jsonl")]
+    assert rows == [[row[name] for name in told] for row in lines(other / "metrics.jsonl")]
+    assert [row[0] for row in rows] == list(range(1, len(rows) + 1))
+    ours, theirs = (Saved(find(str(folder))[0][0]) for folder in (out, other))
+    assert ours.step == theirs.step == len(rows)
+    assert ours.model.keys() == theirs.model.keys()
+    assert not [name for name in ours.model if not torch.equal(ours.tensor(name), theirs.tensor(name))]
+    assert ours.manifest.numbers == theirs.manifest.numbers
+
+
+def assert_nothing_to_clean(out: Path, keep: int) -> None:
+    """Complete checkpoints only, no more than are kept, and nobody holds the folder."""
+    folders = [path for path in (out / "checkpoints").iterdir() if path.is_dir()]
+    assert all((path / "phalanx.json").exists() for path in folders)
+    assert len(folders) <= keep
+    assert not (out / "lock.json").exists()
+
+
+MLP = ["--model", "mlp", "--mesh", "dp=2", "--batch", "4", "--dtype", "float64", "--steps", "12"]
+
+
+def test_a_run_that_is_killed_five_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    blows = [
+        moment("before the manifest", 0, rank=0),  # the second one, so that the checkpoint of step 3 is there
+        moment("loading", 1, rank=1),
+        moment("write", 2, rank=0, call=3),
+        moment("collective", 3, rank=1, call=60),
+        moment("removal", 4, rank=0),
+    ]
+    out = tmp_path / "run"
+    run = Command(tmp_path, [*MLP, "--checkpoint-every", "3", "--restarts", "5", "--out", str(out)], blows)
+    _, err = run.ends(0, blows=5)
+    assert run.fallen() == [blow.phase for blow in blows]
+    for blow in blows:
+        assert f"rank {blow.rank} of 2 (process " in err
+    assert err.count("was ended by SIGKILL (signal 9)") == 5
+    assert err.count("starting the ranks again") == 5
+    events = lines(out / "events.jsonl")
+    assert [event["order"] for event in events] == list(range(1, len(events) + 1))
+    kinds = Counter(event["kind"] for event in events)
+    assert (kinds["start"], kinds["restart"], kinds["resume"], kinds["end"]) == (1, 5, 4, 1)
+    assert [event["step"] for event in events if event["kind"] == "resume"] == [3, 3, 6, 9]
+    assert_same_run(out, undisturbed(out, tmp_path / "other"))
+    assert_nothing_to_clean(out, keep=2)
