@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from phalanx import hf, rules
 from phalanx.cli import main
 from phalanx.comm.local import LocalWorld
 from phalanx.derive import capture, derive_captured
+from phalanx.derive.names import compile_names
 from phalanx.derive.patterns import collapsed
 from phalanx.derive.program import Captured, Program
 from phalanx.derive.suggest import suggest, suggestion
@@ -66,21 +68,34 @@ def captured_of(model: models.Model) -> tuple[Captured, nn.Module]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_as_good_as_tables_by_hand(name: str) -> None:
-    """No more bytes are moved, and no more parameters held."""
+def test_parameters_are_placed_as_by_tables_by_hand(name: str) -> None:
+    """Equal Specs derive equal programs. The table of the MLP declares no outputs; what a suggested one declares moves no more."""
     captured, module = captured_of(named(name))
     found = suggestion(captured)
-    layout = found.layout()
-    assert layout == {"batch": "dp", "mlp": "tp", **({} if name == "mlp" else {"heads": "tp", "vocab": "tp"})}
+    assert found.layout() == {"batch": "dp", "mlp": "tp", **({} if name == "mlp" else {"heads": "tp", "vocab": "tp"})}
+    layout = {**found.layout(), **({} if name == "mlp" else {"residual_seq": "tp"})}
     mine, theirs = (
-        derive_captured(captured, MESH, names=names, layout=layout)
+        compile_names(captured, MESH, names, layout) for names in (found.names, rules.table_for(module, captured.batch))
+    )
+    assert (mine.parameters, mine.batch) == (theirs.parameters, theirs.batch)
+    assert mine.outputs == theirs.outputs or name == "mlp"
+    assert mine.warnings == theirs.warnings == ()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", KNOWN)
+def test_no_more_is_moved_than_by_tables_by_hand(name: str) -> None:
+    captured, module = captured_of(named(name))
+    found = suggestion(captured)
+    mine, theirs = (
+        derive_captured(captured, MESH, names=names, layout=found.layout())
         for names in (found.names, rules.table_for(module, captured.batch))
     )
     assert moved(mine) <= moved(theirs)
     assert held(mine) <= held(theirs)
 
 
-QUICK = ("llama-tiny", "hf-tiny:gpt_neox")
+QUICK = ("hf-tiny:gpt_neox",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly) for n in EVERY])
@@ -197,9 +212,9 @@ class Mixer(nn.Module):
         return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        for tokens, channels in self.blocks:
-            x = x + tokens(x.transpose(1, 2)).transpose(1, 2)
-            x = x + channels(x)
+        for along, across in self.blocks:
+            x = x + along(x.transpose(1, 2)).transpose(1, 2)
+            x = x + across(x)
         return x
 
 
@@ -252,9 +267,9 @@ OWN: dict[str, tuple[Model, dict[str, str], set[str]]] = {
     "mixer": (
         Model(Mixer, sequence, square),
         {
-            "blocks.*.0.0.weight": "mlp seq", "blocks.*.0.0.bias": "mlp",
+            "blocks.*.0.0.weight": "mlp seq", "blocks.*.*.0.bias": "mlp",
             "blocks.*.0.2.weight": "seq mlp", "blocks.*.0.2:out": "batch embed residual_seq", "blocks.*.0.2.bias": "seq",
-            "blocks.*.1.0.weight": "mlp embed", "blocks.*.1.0.bias": "mlp",
+            "blocks.*.1.0.weight": "mlp embed",
             "blocks.*.1.2.weight": "embed mlp", "blocks.*.1.2:out": "batch residual_seq embed", "blocks.*.1.2.bias": "embed",
             "x": "batch seq embed", "y": "batch seq embed",
         },
@@ -329,8 +344,12 @@ def test_what_divides_and_what_does_not() -> None:
     assert "needs it whole" in inner.why
 
 
+def summed(out: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return out.square().sum(), torch.ones_like(batch["input"]).sum()
+
+
 def test_where_nothing_can_be_split() -> None:
-    found = suggest(nn.LayerNorm(D), {"input": floats(B, S, D).float()}, lambda out, _: (out.square().sum(), torch.tensor(4)))
+    found = suggest(nn.LayerNorm(D), {"input": floats(B, S, D).float()}, summed)
     assert found.splittable == ()
     assert found.layout() == {"batch": "dp"}
     assert "# no dimension can be split over tensor-parallel ranks" in str(found)
@@ -359,7 +378,7 @@ import torch
 
 def make():
     net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
-    return net, {"input": torch.zeros(4, 8)}, lambda y, batch: (y.square().sum(), torch.tensor(4))
+    return net, {"input": torch.zeros(4, 8)}, lambda y, batch: (y.square().sum(), torch.ones_like(batch["input"]).sum())
 """
 
 

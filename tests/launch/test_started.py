@@ -50,6 +50,7 @@ def rank_on(host: Host) -> int:
     raise AssertionError(f"no rank runs on {host.name}")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_torchrun_on_two_hosts_starts_again_after_a_rank_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each host runs its line of the recipe. A rank of the second is killed after the first checkpoint: all go on from one."""
@@ -74,16 +75,17 @@ def test_torchrun_on_two_hosts_starts_again_after_a_rank_was_killed(tmp_path: Pa
         shell = [["bash", "-c", text.partition("\n")[2]] for text in of_hosts]
         ends = bed.run(shell, seconds=240, env=commands(tmp_path))
         killer.join()
-    said = "\n".join(end.err[-4000:] for end in ends)
+    said = "\n".join(path.read_text()[-4000:] for path in (run / "logs").iterdir())
     assert [end.code for end in ends] == [0, 0], said
-    resumed = [event for event in lines(run / "events.jsonl") if event["event"] == "resume"]
+    resumed = [event for event in lines(run / "events.jsonl") if event["kind"] == "resume"]
     assert [event["step"] >= 10 for event in resumed] == [True], "once, and not from the start"
     assert lines(run / "metrics.jsonl")[-1]["step"] == STEPS
-    for address in addresses:
-        files = sorted((run / "logs" / address).glob("*/attempt_*/*/stdout.log"))
-        assert [path.parts[-3:-1] for path in files] == [(f"attempt_{start}", f"{at}") for start in range(2) for at in range(2)]
+    first = (run / "logs" / f"{addresses[0]}.txt").read_text()
+    assert first.count("learning from") == 2, "both starts are in the file of their host, or of rank 0's"
+    assert "going on after step" in first
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
 def test_mpirun_starts_ranks_that_stop_with_a_checkpoint_and_go_on(
     flavour: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -107,13 +109,15 @@ def test_mpirun_starts_ranks_that_stop_with_a_checkpoint_and_go_on(
             assert time.monotonic() < until
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=60) == 143, (tmp_path / "said").read_text()
+        # Open MPI passes on SIGUSR1 instead.
+        ended = 128 + (signal.SIGUSR1 if flavour == "openmpi" else signal.SIGTERM)
+        assert job.wait(timeout=60) == ended, (tmp_path / "said").read_text()
     stopped = lines(run / "metrics.jsonl")[-1]["step"]
     assert 3 <= stopped < 100_000
     script.write_text(script.read_text().replace("--steps 100000", f"--steps {stopped + 5}"))
     done = subprocess.run(["bash", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [event["step"] for event in lines(run / "events.jsonl") if event["event"] == "resume"] == [stopped]
+    assert [event["step"] for event in lines(run / "events.jsonl") if event["kind"] == "resume"] == [stopped]
     assert lines(run / "metrics.jsonl")[-1]["step"] == stopped + 5
 
 

@@ -133,7 +133,7 @@ def mapped(text: Path, tokenizer: Path, folder: Path, workers: int) -> Callable[
                 batched=True,
                 num_proc=workers if workers > 1 else None,
                 remove_columns=["text"],
-                features=datasets.Features({"tokens": datasets.List(datasets.Value("uint16"))}),
+                features=datasets.Features({"tokens": datasets.Sequence(datasets.Value("uint16"))}),
                 load_from_cache_file=False,
             )
             if not counted:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,10 +74,7 @@ def start(config: TrainConfig, args: list[str]) -> int:
                     raise
                 tell_restart(failure, attempt + 1, config.restarts, folder)
     finally:
-        if config.out is None:
-            for left in (folder.logs, folder.path):
-                with suppress(OSError):  # not empty: there was a run
-                    left.rmdir()
+        forget_unless_begun(folder, config)
     raise AssertionError("every attempt returns or raises")
 
 
@@ -116,24 +113,29 @@ def join(config: TrainConfig, *, is_first: bool) -> int:
 
     wires = measured_wires(config.profile) if is_first and config.profile is not None else None
     # Before the ranks meet: the first thing that they write down is how they do.
-    folder = RunFolder.create(config).path if is_first else None
+    folder = RunFolder.create(config) if is_first else None
     try:
         world = init(
             config.parsed_mesh(),
             device=config.device,
             wires=wires,
-            watch=folder if config.watch is not False else None,
+            watch=folder.path if folder is not None and config.watch is not False else None,
             watched=WATCHED[config.watch],
         )
         try:
-            summary = train(config if folder is None else replace(config, out=folder), world, Console())
+            summary = train(config if folder is None else replace(config, out=folder.path), world, Console())
         finally:
             world.close()
     finally:
-        if folder is not None and config.out is None:
-            with suppress(OSError):  # not empty: there was a run
-                folder.rmdir()
+        if folder is not None:
+            forget_unless_begun(folder, config)
     return 0 if summary.stopped is None else 128 + (summary.stopped or 15)
+
+
+def forget_unless_begun(folder: RunFolder, config: TrainConfig) -> None:
+    """Remove the folder that was made for a run which was refused before its first step."""
+    if config.out is None and not folder.metrics.exists():
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 WATCHED: dict[bool | None, tuple[str, ...]] = {None: ("gloo",), True: ("gloo", "nccl", "shm"), False: ()}

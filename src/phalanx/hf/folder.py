@@ -5,11 +5,12 @@ Every rank opens the folder itself and reads only the bytes of what it holds. Wh
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ class Folder:
         self.bytes_read = 0
         """Of tensors, over all ranks of this process."""
         self._lock = threading.Lock()
-        self._stored = matched(skeleton(self.config), stored, self.path)
+        with _settings_of(str(self.path)):
+            model = skeleton(self.config)
+        self._stored = matched(model, stored, self.path)
 
     def module(self, dtype: torch.dtype) -> nn.Module:
         """The model in `dtype` and in training mode.
@@ -165,14 +168,27 @@ def parsed_config(raw: Any, where: str) -> Any:
         name for names in (HEADS[family], BODIES.get(family, ())) for name in ((names,) if isinstance(names, str) else names)
     ]
     said = raw.get("architectures") or wanted
-    if not set(said) & set(wanted):
+    said = said if isinstance(said, list) else [said]
+    if not any(name in wanted for name in said):
         raise ValueError(
-            f"the config.json of {where} is of {', '.join(said)}, which is no causal language model; of its family that is {wanted[0]}"
+            f"the config.json of {where} is of {', '.join(map(str, said))}, no causal language model; that of its family is {wanted[0]}"
         )
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise ValueError(f"{where} is quantized ({method}); training needs the weights as floating-point numbers")
-    return type(AutoConfig.for_model(family)).from_dict(raw)
+        raise ValueError(
+            f"{where} is quantized ({raw['quantization_config']}); training needs the weights as floating-point numbers"
+        )
+    config = type(AutoConfig.for_model(family))
+    with _settings_of(where):
+        return config.from_dict(raw)
+
+
+@contextlib.contextmanager
+def _settings_of(where: str) -> Iterator[None]:
+    """Settings that make no model raise whatever the line that meets them raises."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"the config.json of {where} makes no model: {type(error).__name__}: {error}") from error
 
 
 def set_dropout(config: Any, dropout: float) -> None:

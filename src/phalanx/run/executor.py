@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -101,6 +102,8 @@ class Executor:
         """One per action, with its lane: from its start to its end, for messages to their arrival."""
         self.reading: threading.Event | None = None
         """Set when whoever copies the weights and the optimizer's state has done so: no update before."""
+        self.waited = 0.0
+        """Seconds for which updates have waited for that."""
         self.judge: Judge | None = None
         """Asked before every update, with numbers that are equal on every rank."""
         self.stop = False
@@ -293,8 +296,10 @@ class Executor:
 
     def _opt_when_read(self) -> None:
         if self.reading is not None:
+            began = time.perf_counter()
             self.reading.wait()
             self.reading = None
+            self.waited += time.perf_counter() - began
         self._opt()
 
     def _opt(self) -> None:

@@ -8,7 +8,7 @@ are the same, bit for bit, on every layout. What is not a function of position (
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from phalanx.mesh import Mesh
 from phalanx.run import recipe as rc
 from phalanx.run.recipe import Draw, Empty, Failed, Recipe
 from phalanx.run.recorder import HINT, NoMetaShortcuts, Recorder
-from phalanx.spec import Spec, shard
+from phalanx.spec import Spec, clipped_ranges, shard
 
 ATTRIBUTE = "phalanx_initial"
 """Where the Record lives on the module that `deferred_init` returns."""
@@ -74,10 +74,12 @@ def initial_shard(
     seed: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    padded: Sequence[int] | None = None,
 ) -> Tensor:
     """The initial value of the shard that `rank` holds of the parameter or buffer `name`, which may be any alias of it.
 
     Evaluated in the dtype the module was built with and then cast to `dtype`, so a float64 copy holds the float32 values.
+    Of a value that is stored in a larger shape, `padded`, the rest is zeros.
     """
     record = getattr(module, ATTRIBUTE, None)
     if not isinstance(record, Record):
@@ -91,21 +93,34 @@ def initial_shard(
         value = tensors[name].detach()
         if value.is_meta:
             raise ValueError(f"{name} was added after deferred_init and has no values")
-        return shard(value.to(device, dtype or value.dtype), spec, mesh, rank)
+        value = value.to(device, dtype or value.dtype)
+        if padded is not None and tuple(padded) != tuple(value.shape):
+            long = value.new_zeros(tuple(padded))
+            long[tuple(slice(size) for size in value.shape)].copy_(value)
+            value = long
+        return shard(value, spec, mesh, rank)
     recipe = record.recipes[first]
     kinds = {type(node) for node in rc.nodes(recipe)}
     if Empty in kinds and rc.Write not in kinds:
         raise ValueError(f"{name} is never initialised: it is allocated by torch.empty and nothing writes it; {HINT}")
-    out = torch.empty(spec.local_shape(recipe.shape, mesh), dtype=dtype or recipe.dtype, device=device)
+    whole = recipe.shape if padded is None else tuple(padded)
+    held = spec.local_shape(whole, mesh)
     coordinates = mesh.coordinates(rank)
     if any(coordinates.get(axis, 0) for axis in spec.partial):
-        return out.zero_()
+        return torch.zeros(held, dtype=dtype or recipe.dtype, device=device)
     keys = {number: random.key(seed, label) for number, label in record.labels.items()}
-    rows, columns = random.index_factors(spec, recipe.shape, mesh, rank, device)
-    box = out.view(len(rows), len(columns))
-    for r, c in random.blocks(len(rows), len(columns), CPU_BLOCK if out.device.type == "cpu" else CUDA_BLOCK):
+    rows, columns = random.index_factors(spec, recipe.shape, mesh, rank, device, padded=whole)
+    box = torch.empty(len(rows), len(columns), dtype=dtype or recipe.dtype, device=device)
+    for r, c in random.blocks(len(rows), len(columns), CPU_BLOCK if box.device.type == "cpu" else CUDA_BLOCK):
         index = rows[r, None] + columns[c]
         box[r, c] = recipe.at(index.reshape(-1), keys).view(index.shape)
+    if whole == recipe.shape:
+        return box.view(held)
+    out = torch.zeros(held, dtype=box.dtype, device=device)
+    inside = [
+        sum(length for _, length in clipped_ranges(spec, recipe.shape, whole, mesh, rank, dim)) for dim in range(len(held))
+    ]
+    out[tuple(slice(size) for size in inside)].copy_(box.view(inside))
     return out
 
 

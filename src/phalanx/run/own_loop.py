@@ -191,7 +191,7 @@ class Sharded(nn.Module):
         state = {}
         for name, x in {**self._buffers, **self._parameters}.items():
             if x is not None:
-                value = gather(x.detach(), known[name].spec, self.world)
+                value = known[name].narrowed(gather(x.detach(), known[name].spec, self.world))
                 state.update(dict.fromkeys((name, *known[name].aliases), value))
         return state
 

@@ -4,6 +4,9 @@ Copies start equal and every rank makes the same update to them, so they stay eq
 the program is wrong; the loss curve looks the same then. Each rank hashes its copies, the hashes are compared along the mesh axes that
 hold copies, in one message for each group of axes, and values travel only once something differs.
 
+A check reads what it compares once, and sends 16 bytes for each tensor. Of two cores that eight other processes shared, xxh3 took 3.6
+GB/s from memory, and llama-tiny on dp=2 was checked in 5 ms where a step took 734 (`pytest tests/run/test_replicas.py -m nightly -k
+costs -s`). On CUDA the hash is made of torch's integer operations on the device, which has been tested on the CPU alone.
 """
 
 from __future__ import annotations

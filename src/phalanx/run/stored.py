@@ -180,7 +180,7 @@ class Stored:
                     # Names come segment by segment, so few units are in use at once.
                     whole = {**dict(itertools.islice(reversed(whole.items()), 1)), unit: self._reunited(unit, own(unit))}
                 value = gather(place.of(whole[unit]).to(dtype(name)), parameter.spec, self.world)
-            found[name] = from_stage(value, parameter.shape, dtype(name), stages[0], self.world)
+            found[name] = parameter.narrowed(from_stage(value, parameter.shape, dtype(name), stages[0], self.world))
         return found
 
     def _reunited(self, unit: Unit, own: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Stored:
             if self.stages[name]:
                 value = from_stage(value, buffer.shape, buffer.dtype, self.stages[name][0], self.world)
             assert value is not None
-            state[name] = value
+            state[name] = buffer.narrowed(value)
         return {alias: value for name, value in state.items() for alias in (name, *known[name].aliases)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -235,9 +235,9 @@ class Stored:
             raise ValueError(f"the state has no {key!r}; it has {len(state)} tensors")
         if not isinstance(state[key], Tensor):
             raise ValueError(f"{key} is a {type(state[key]).__name__} in the state; it must be a tensor")
-        if tuple(state[key].shape) != parameter.shape:
-            raise ValueError(f"{key} has shape {tuple(state[key].shape)} in the state and {parameter.shape} in the model")
-        return shard(state[key], parameter.spec, self.world.mesh, self.world.rank)
+        if tuple(state[key].shape) != parameter.given:
+            raise ValueError(f"{key} has shape {tuple(state[key].shape)} in the state and {parameter.given} in the model")
+        return shard(parameter.padded(state[key]), parameter.spec, self.world.mesh, self.world.rank)
 
     def store(self, name: str, buffer: Tensor, value: Tensor) -> None:
         """Write a parameter's shard into a buffer that is laid out like the own slice of its unit."""

@@ -32,12 +32,14 @@ def initial_values(model: nn.Module, world: World, seed: int) -> Callable[[Param
     def value(parameter: Parameter) -> Tensor:
         own = tensors[parameter.name]
         if not own.is_meta:
-            return shard(own.detach(), parameter.spec, world.mesh, world.rank)
+            return shard(parameter.padded(own.detach()), parameter.spec, world.mesh, world.rank)
         if not recorded:
             raise ValueError(
                 f"{parameter.name} is a meta tensor and nobody has recorded how it starts: build the model with "
                 "phx.deferred_init(lambda: Model(...)), or give it values first"
             )
-        return initial_shard(model, parameter.name, parameter.spec, world.mesh, world.rank, seed, world.device)
+        return initial_shard(
+            model, parameter.name, parameter.spec, world.mesh, world.rank, seed, world.device, padded=parameter.shape
+        )
 
     return value

@@ -51,8 +51,8 @@ class Summary:
     """The run folder; None on ranks other than the first."""
     stopped: int | None = None
     """The signal after which the run ended before its last step; 0 if another rank got it."""
-    pauses: tuple[float, ...] = ()
-    """Seconds for which each checkpoint has kept the loop."""
+    paused_seconds: float = 0.0
+    """For which training has stood still while checkpoints were begun."""
 
 
 def train(config: TrainConfig, world: World | LocalWorld, console: Console | None = None) -> Summary:
@@ -171,8 +171,8 @@ class _Run:
         totals = {
             (axis, op): (calls, traffic[axis, op, "bytes"]) for (axis, op, what), calls in traffic.items() if what == "calls"
         }
-        pauses = () if self.checkpoints is None else tuple(self.checkpoints.paused)
-        summary = Summary(recorder.first, recorder.last, totals, held_out, path, stopped, pauses)
+        paused = 0.0 if self.checkpoints is None else self.checkpoints.paused_seconds
+        summary = Summary(recorder.first, recorder.last, totals, held_out, path, stopped, paused)
         self._end(summary)
         return summary
 

@@ -19,9 +19,9 @@ import fsspec
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-BLOCK = 1 << 18
-"""Bytes."""
-KEPT_BLOCKS = 64
+BLOCK = 1 << 15
+"""Bytes. A rank that needs every other megabyte of a file reads 1.03 of its bytes; with 256 KiB it was 1.5."""
+KEPT_BLOCKS = 512
 
 
 class Damaged(ValueError):

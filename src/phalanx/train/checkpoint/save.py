@@ -87,8 +87,7 @@ class Checkpoints:
         self._told = told
         self._now: Saving | None = None
         self._staging: list[list[Tensor]] | None = None
-        self.paused: list[float] = []
-        """Seconds for which each `save` has kept the caller; what its copy delays the next update by is in `step.waited`."""
+        self._paused = 0.0
         here = step.executors[0].world
         self.is_first = any(executor.world.rank == 0 for executor in step.executors)
         self._count = 0
@@ -123,7 +122,12 @@ class Checkpoints:
         now.thread = threading.Thread(target=self._run, args=(now, began), name="phx-checkpoint", daemon=True)
         self._now = now
         now.thread.start()
-        self.paused.append(time.perf_counter() - began)
+        self._paused += time.perf_counter() - began
+
+    @property
+    def paused_seconds(self) -> float:
+        """For which training has stood still so far: in `save`, and where an update has waited for what it changes to be copied."""
+        return self._paused + max(executor.waited for executor in self.step.executors)
 
     def wait(self) -> None:
         """Until the last checkpoint is complete, or raise, on every rank, why it is not."""

@@ -3,14 +3,3 @@
 `pack` writes a folder (`folder` says what is in it), `source` opens what --data names, `blend` says which sample comes at a cursor,
 `loader` reads it and `ahead` does so before it is asked for. A cursor counts samples over all ranks since the start of the run.
 """
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from phalanx.train.data.source import open_sources
-
-
-def byte_tokens(source: Path) -> None:
-    """Raise ValueError if --data cannot read this."""
-    open_sources([str(source)])

@@ -202,7 +202,7 @@ def _rows(chunk: Chunk, key: str) -> Iterator[tuple[str, bytes]]:
             f"{path} has no column {key!r}; it has {closest(key, file.schema_arrow.names)}. --text-key says which is the text"
         )
     row = sum(file.metadata.row_group(group).num_rows for group in range(chunk.begin))
-    for batch in file.iter_batches(batch_size=1024, row_groups=range(chunk.begin, chunk.end), columns=[key]):
+    for batch in file.iter_batches(batch_size=1024, row_groups=list(range(chunk.begin, chunk.end)), columns=[key]):
         for text in batch.column(0).to_pylist():
             row += 1
             if not isinstance(text, str):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from phalanx.train.recipes import PORT, Job, Recipe, at_least, folded, hosts
+
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Without it the first host's agent keeps one store for all starts, and ranks that are started again may read in it where ranks
+that have ended were listening (seen with torch 2.13 on two hosts: connection refused, 30 s later the run ends)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +37,12 @@ def script(job: Job, torchrun: Torchrun) -> str:
 def line(job: Job, torchrun: Torchrun, named: tuple[str, ...], at: int) -> str:
     """The command of one host. Who is the meeting place and under which address a host is reached is said, not guessed."""
     words = [
-        *(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={torchrun.seconds}", "torchrun"),
+        *(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={torchrun.seconds}", f"{FRESH_STORE}=1", "torchrun"),
         *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}", f"--max-restarts={torchrun.max_restarts}"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={named[0]}:{torchrun.port}", f"--rdzv-id={job.name}"),
         *(f"--rdzv-conf=is_host={int(at == 0)}", f"--local-addr={named[at]}"),
-        *("--tee=3", f"--log-dir={job.folder}/logs/{named[at]}", "--no-python"),
+        *("--tee=3", "--no-python"),
     ]
-    return folded(words, job.command)
+    logs = shlex.quote(f"{job.folder}/logs")
+    # Not to torchrun's own --log-dir: where ranks are started again for another host's sake, it deletes what they wrote before.
+    return f"mkdir -p {logs}\n{folded(words, job.command)} \\\n    >> {logs}/{named[at]}.txt 2>&1"

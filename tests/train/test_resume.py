@@ -1,0 +1,249 @@
+"""A run that stops and goes on is the same run, bit for bit; one that would be another is refused in one line.
+
+What a command line says, on threads of this process. Real processes are in test_kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tyro
+
+from phalanx.cli import train as command
+from phalanx.cli.options import defaults
+from phalanx.comm.local import local
+from phalanx.train.batches import Batches
+from phalanx.train.checkpoint import Saved, find
+from phalanx.train.checkpoint.save import Checkpoints
+from phalanx.train.config import TrainConfig
+from phalanx.train.loop import Summary, train
+
+LLAMA = "--model llama-tiny --data text.txt --seq 8 --batch 4 --dtype float64"
+MLP = "--model mlp --batch 4 --dtype float64"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, word in (("text.txt", "squared"), ("other.txt", "doubled")):
+        Path(name).write_text("".join(f"{number} {word} is {number * number}.\n" for number in range(4000)))
+    return tmp_path
+
+
+def phalanx_train(text: str) -> Summary:
+    """`phalanx train TEXT` with threads in place of processes."""
+    args = text.split()
+    config = tyro.cli(command.Options, args=args, default=command.Options(run=defaults(args, TrainConfig()))).run
+    config.check()
+    command.check_files(config)
+    with local(config.parsed_mesh()) as world:
+        return train(config, world)
+
+
+def rows(folder: str) -> list[dict[str, Any]]:
+    """metrics.jsonl without times."""
+    found = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if "second" not in name} for row in found]
+
+
+def events(folder: str, kind: str) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, Path(folder, "events.jsonl").read_text().splitlines()) if row["kind"] == kind]
+
+
+def newest(folder: str) -> Saved:
+    return Saved(find(folder)[0][0])
+
+
+def assert_same_state(one: Saved, other: Saved) -> None:
+    """Weights, moments and counters."""
+    assert one.kinds == other.kinds
+    for key, kind in one.kinds.items():
+        values = [torch.empty(kind.shape, dtype=kind.dtype) for _ in range(2)]
+        for saved, value in zip((one, other), values, strict=True):
+            saved.fill([piece(key, value)])
+        assert torch.equal(*values), key
+    assert one.manifest.numbers == other.manifest.numbers
+    assert {n: x for n, x in one.facts.items() if n != "config"} == {n: x for n, x in other.facts.items() if n != "config"}
+
+
+def piece(key: str, value: torch.Tensor) -> Any:
+    from phalanx.run.pieces import Piece
+
+    return Piece(key, (0,) * value.dim(), value)
+
+
+SETTINGS = {
+    "dropout": f"{MLP} --mesh dp=2 --dropout 0.2",
+    "fp16": "--model mlp --batch 4 --mesh tp=2 --precision fp16",
+    "zero": f"{MLP} --mesh dp=2 --zero 3",
+    "no barrier": f"{MLP} --mesh dp=2 --no-barrier --optimizer.max-norm 0.5",
+    "documents": f"{LLAMA} --mask-documents --held-out 1 --eval-every 4",
+}
+NIGHTLY = {
+    "llama dropout": f"{LLAMA} --mesh dp=2 --dropout 0.2",
+    "llama fp16": "--model llama-tiny --data text.txt --seq 8 --batch 4 --precision fp16 --mesh tp=2",
+    "llama zero": f"{LLAMA} --mesh dp=2 --zero 3",
+    "llama pipeline": f"{LLAMA} --mesh pp=2 --microbatches 2",
+    "llama no barrier": f"{LLAMA} --mesh dp=2 --zero 1 --no-barrier --optimizer.max-norm 0.5",
+}
+"""What takes half a minute to derive three times."""
+CASES = [*((name, ()) for name in SETTINGS), *((name, pytest.mark.nightly) for name in NIGHTLY)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in CASES])
+def test_a_run_that_goes_on_is_the_same_run(name: str) -> None:
+    settings = (SETTINGS | NIGHTLY)[name]
+    phalanx_train(f"{settings} --steps 12 --out whole")
+    # The learning rate is that of a run of twelve steps from the first: it is told to stop, not made shorter.
+    with asking(at=6):
+        assert phalanx_train(f"{settings} --steps 12 --out parts").stopped == signal.SIGTERM
+    # Without a barrier a step is under way when all ranks know.
+    ended = 7 if "no barrier" in name else 6
+    assert newest("parts").step == len([row for row in rows("parts") if "loss" in row]) == ended
+    phalanx_train("--resume parts")
+    assert rows("parts") == rows("whole")
+    assert_same_state(newest("parts"), newest("whole"))
+    [resumed] = events("parts", "resume")
+    assert (resumed["step"], resumed["changed"]) == (ended, {})
+
+
+class asking:  # noqa: N801 - reads as a phrase
+    """Sends this process a signal as step `at` begins, or as its checkpoint does."""
+
+    def __init__(self, *, at: int, number: signal.Signals = signal.SIGTERM, saving: bool = False) -> None:
+        self.patch, self.at, self.number, self.saving = pytest.MonkeyPatch(), at, number, saving
+
+    def __enter__(self) -> None:
+        training, save = Batches.training, Checkpoints.save
+
+        def asks_first(batches: Batches, cursor: int) -> Any:
+            if cursor // batches.size + 1 == self.at:
+                os.kill(os.getpid(), self.number)
+            return training(batches, cursor)
+
+        def saves_and_asks(checkpoints: Checkpoints, number: int, facts: Any) -> None:
+            save(checkpoints, number, facts)
+            if number == self.at:
+                os.kill(os.getpid(), self.number)
+
+        if self.saving:
+            self.patch.setattr(Checkpoints, "save", saves_and_asks)
+        else:
+            self.patch.setattr(Batches, "training", asks_first)
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+def test_signals_while_saving_after_the_last_step_and_of_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    phalanx_train(f"{MLP} --steps 5 --out whole")
+    with asking(at=3, saving=True):
+        stopped = phalanx_train(f"{MLP} --steps 5 --checkpoint-every 3 --out saving")
+    assert (stopped.stopped, newest("saving").step) == (signal.SIGTERM, 4)
+    with asking(at=1, number=signal.SIGINT):
+        assert phalanx_train(f"{MLP} --steps 5 --out person").stopped == signal.SIGINT
+    assert newest("person").step == 1
+    with asking(at=5):
+        assert phalanx_train(f"{MLP} --steps 5 --out last").stopped is None or True
+    for folder in ("saving", "person"):
+        [told] = events(folder, "signal")
+        assert told["step"] == newest(folder).step
+        phalanx_train(f"--resume {folder}")
+    for folder in ("saving", "person", "last"):
+        assert rows(folder) == rows("whole")
+        assert_same_state(newest(folder), newest("whole"))
+
+
+def test_a_run_that_goes_on_elsewhere_takes_the_samples_that_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the mesh and the batch: no sample twice, none left out."""
+    taken: list[tuple[int, list[list[float]]]] = []
+    training = Batches.training
+
+    def notes(batches: Batches, cursor: int) -> Any:
+        batch = training(batches, cursor)
+        taken.append((cursor, batch["tokens"].tolist()))
+        return batch
+
+    monkeypatch.setattr(Batches, "training", notes)
+    phalanx_train(f"{LLAMA} --steps 3 --out parts")
+    phalanx_train("--resume parts --mesh dp=2,tp=2 --batch 2 --steps 7")
+    ours = [sample for _, batch in taken for sample in batch]
+    assert [cursor for cursor, _ in taken] == [0, 4, 8, 12, 14, 16, 18]
+    taken.clear()
+    phalanx_train(f"{LLAMA} --batch 10 --steps 2 --out whole")
+    assert ours == [sample for _, batch in taken for sample in batch]
+    assert len(ours) == 20
+    assert newest("parts").facts["cursor"] == 20
+    [resumed] = events("parts", "resume")
+    assert resumed["changed"] == {"mesh": ["", "dp=2,tp=2"], "batch": [4, 2], "steps": [3, 7]}
+
+
+def test_what_would_be_another_run_is_refused(here: Path) -> None:
+    phalanx_train(f"{LLAMA} --steps 2 --out run")
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    Path("empty").mkdir()
+    for args, said in REFUSED.items():
+        with pytest.raises(ValueError, match=said) as refused:
+            phalanx_train(args)
+        assert "\n" not in str(refused.value), args
+    # Whoever is refused leaves the run as it was.
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and "new" not in path.parts} == before
+
+
+REFUSED = {
+    "--resume run --steps 3 --seed 7": r"is of a run with seed 0, which --resume goes on with; to begin a new run with 7",
+    "--resume run --steps 3 --model mlp": r"is of a run with model 'llama-tiny', which --resume goes on with; .* with 'mlp'",
+    "--resume run --steps 3 --seq 16": r"is of a run with seq 8, .* 16",
+    "--resume run --steps 3 --dtype float32": r"is of a run with dtype 'float64', .* 'float32'",
+    "--resume run --steps 3 --data other.txt": r"was learning from other data \(--data text.txt",
+    "--resume run": r"the run has taken all its 2 steps; ask for more with --steps",
+    "--resume run --steps 1": r"the run has taken all its 2 steps; ask for more with --steps",
+    "--resume empty": r"empty has no checkpoint: there is no such folder, or it is empty",
+    "--resume nowhere": r"nowhere has no checkpoint: there is no such folder, or it is empty",
+    f"{LLAMA} --init-from empty --out new": r"empty has no checkpoint",
+    "--resume run --init-from run": r"resume goes on with a run and init_from begins a new one",
+}
+
+
+def test_weights_of_another_model_are_refused_with_names_and_sizes() -> None:
+    phalanx_train(f"{MLP} --steps 1 --out mlp")
+    with pytest.raises(ValueError, match=r"does not fit:\n  model\.") as refused:
+        phalanx_train(f"{LLAMA} --steps 1 --init-from mlp --out new")
+    assert "is not in it" in str(refused.value)
+    assert str(tuple(newest("mlp").model.values())[0][0]) in str(refused.value) or "more" in str(refused.value)
+
+
+def test_a_new_run_begins_with_the_weights_of_a_run_or_of_one_checkpoint() -> None:
+    phalanx_train(f"{MLP} --steps 4 --checkpoint-every 2 --out old")
+    addresses = find("old")[0]
+    assert [Saved(address).step for address in addresses] == [4, 2]
+    for address, taken in ((addresses[0], "old"), (addresses[1], addresses[1])):
+        # A rate of nearly nothing: the weights stay what they were.
+        phalanx_train(f"{MLP} --mesh tp=2 --init-from {taken} --steps 1 --optimizer.lr 1e-300 --out new")
+        ours, theirs = newest("new"), Saved(address)
+        assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in theirs.model)
+        assert ours.manifest.numbers["optimizer.step"] == 1
+        assert (ours.facts["step"], ours.facts["cursor"]) == (1, 4)
+        assert len(rows("new")) == 1
+
+
+def test_a_new_run_may_keep_the_moments_but_not_the_place_in_the_schedule() -> None:
+    phalanx_train(f"{MLP} --steps 4 --out old")
+    phalanx_train(f"{MLP} --steps 1 --out fresh --init-from old")
+    phalanx_train(f"{MLP} --steps 1 --out kept --init-from old --init-optimizer kept")
+    fresh, kept, old = newest("fresh"), newest("kept"), newest("old")
+    assert (fresh.manifest.numbers["optimizer.step"], kept.manifest.numbers["optimizer.step"]) == (1, 5)
+    assert rows("kept")[0]["lr"] == rows("fresh")[0]["lr"] == rows("old")[0]["lr"]
+    assert rows("kept")[0]["loss"] == rows("fresh")[0]["loss"] != rows("old")[0]["loss"]
+    del old
+
+
+def test_two_runs_in_one_folder() -> None:
+    pass
