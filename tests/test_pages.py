@@ -54,7 +54,7 @@ def run(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:replicated, since no name matches")
-@pytest.mark.parametrize("page", ["schedules", "memory"])
+@pytest.mark.parametrize("page", ["schedules", "memory", "runs", "faults"])
 def test_a_page_prints_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_page_prints_what_it_says(
 
 @pytest.mark.nightly
 def test_what_takes_longer_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    every = [block for page in ("schedules", "memory") for _, block in BLOCK.findall((DOCS / f"{page}.md").read_text())]
+    every = [block for page in ("schedules", "memory", "runs", "faults") for _, block in BLOCK.findall((DOCS / f"{page}.md").read_text())]
     slow = [each for block in every for each in commands(block) if SLOW in each[0]]
     assert slow
     for command, said in slow:
@@ -118,7 +118,7 @@ def test_the_tables_of_memory_say_what_the_page_counts(precision: str, kinds: st
         assert f"\n{precision} {zero} {said}\n" in page("memory")
 
 
-@pytest.mark.parametrize("name", ["schedules", "memory", "guide"])
+@pytest.mark.parametrize("name", ["schedules", "memory", "guide", "data", "runs", "faults", "huggingface", "launching"])
 def test_what_is_named_exists(name: str) -> None:
     """Links with their headings, files, and the modules that are to be run."""
     for link, anchor in re.findall(r"\]\(([\w./]+\.md)#([\w-]+)\)", page(name)):

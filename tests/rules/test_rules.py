@@ -38,7 +38,7 @@ def hugging_face(family: str) -> Callable[[], nn.Module]:
     return make
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "gpt2", "gpt_neox", "phi3")
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Llama": lambda: Llama(LlamaConfig()),
     "tied Llama": lambda: Llama(LlamaConfig(tied=True)),
@@ -74,7 +74,7 @@ def test_equal_names_mean_equal_sizes() -> None:
             dims = next(dims for pattern, dims in table.items() if fnmatchcase(parameter, pattern))
             for word, size in zip(dims.split(), value.shape, strict=True):
                 sizes.setdefault(word, set()).add(size)
-        fused = {"heads"} if name == "gpt2" else set()
+        fused = {"gpt2": {"heads"}, "gpt_neox": {"heads"}, "phi3": {"heads", "mlp"}}.get(name, set())
         assert {word: found for word, found in sizes.items() if len(found) > 1 and word not in fused} == {}, name
 
 

@@ -29,7 +29,7 @@ from phalanx.run.torch_optimizer import optimizer_of
 from phalanx.schedule.actions import Storage
 from phalanx.spec import Spec, shard
 
-SEEDS = range(60)
+SEEDS = range(30)
 Placement = tuple[tuple[int, ...], ...]
 """pp coordinates that host each segment."""
 
@@ -39,7 +39,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 def shapes() -> Iterator[tuple[int, ...]]:
     for dims in range(5):
-        yield from itertools.product((1, 2, 3) if dims > 2 else (1, 2, 4), repeat=dims)
+        yield from itertools.product((1, 3) if dims > 3 else (1, 2, 4), repeat=dims)
 
 
 def box(values: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -60,7 +60,7 @@ def test_every_run_of_every_small_shape_is_its_boxes_in_order() -> None:
             assert all(first == int(box(whole, offsets, sizes).flatten()[0]) for offsets, sizes, first in found)
             assert len(found) <= max(1, 2 * len(shape) - 1), (shape, start, stop, found)
             runs += 1
-    assert runs > 20_000
+    assert runs > 10_000
 
 
 def test_what_has_no_elements_has_no_boxes() -> None:
@@ -284,18 +284,23 @@ def check(seed: int) -> None:
         check_reads(rank, case)
 
 
-@pytest.mark.parametrize("shared_bytes", [0, 24, pieces.SHARED_BYTES])
-def test_of_any_layout_every_element_is_written_once_and_a_rank_reads_its_shard(
-    shared_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With copies that all ranks write parts of, some of them, and one rank in turn."""
-    monkeypatch.setattr(pieces, "SHARED_BYTES", shared_bytes)
-    for seed in SEEDS:
+def check_all(seeds: range) -> None:
+    for seed in seeds:
         try:
             check(seed)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(range(len(SEEDS), 400), marks=pytest.mark.nightly)], ids=["", "nightly"])
+@pytest.mark.parametrize("shared_bytes", [0, 24, pieces.SHARED_BYTES])
+def test_of_any_layout_every_element_is_written_once_and_a_rank_reads_its_shard(
+    shared_bytes: int, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies that all ranks write parts of, some of them, and one rank in turn."""
+    monkeypatch.setattr(pieces, "SHARED_BYTES", shared_bytes)
+    check_all(seeds)
 
 
 def test_the_cases_have_one_of_everything() -> None:
@@ -309,7 +314,9 @@ def test_the_cases_have_one_of_everything() -> None:
     assert any(len(place) == 2 for case in cases for place in case.places)
     tied = [(case, case.program.hosts(p)) for case in cases for p in case.program.parameters]
     assert any(len({case.places[host] for host in hosts}) > 1 for case, hosts in tied)
-    assert any(case.program.tables and {*case.program.tables.buffers} & {*s.buffers} for case in cases for s in case.program.segments)
+    assert any(
+        case.program.tables and {*case.program.tables.buffers} & {*s.buffers} for case in cases for s in case.program.segments
+    )
     assert any(isinstance(case.optimizer, type(phx.optimizer(torch.optim.Adafactor))) for case in cases)
 
 
@@ -342,10 +349,10 @@ def everybody(spec: Spec, split: Any, stages: Any, world: World, real: Any = pie
 
 
 def without_stages(spec: Spec, split: Any, stages: Any, world: World, real: Any = pieces._copy) -> tuple[int, int]:
-    return real(spec, (*split, "pp"), stages, _Without(world))
+    return real(spec, (*split, "pp"), stages, Without(world))
 
 
-class _Without:
+class Without:
     """A world whose mesh has no stages."""
 
     def __init__(self, world: World) -> None:
@@ -370,8 +377,7 @@ def test_a_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, wrong = MUTATIONS[name]
     monkeypatch.setattr(pieces, where, wrong)
     with pytest.raises((AssertionError, RuntimeError)):
-        for seed in SEEDS:
-            check(seed)
+        check_all(SEEDS)
 
 
 def test_before_the_first_update_only_what_exists_is_kept() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.train.dying_rank import Blow, write_plan
 from phalanx.comm.local import local
 from phalanx.train.checkpoint import Saved, find
 from phalanx.train.config import TrainConfig, load
+from phalanx.train.folder import RunFolder
 from phalanx.train.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -83,26 +84,34 @@ class Command:
     def fallen(self) -> list[str]:
         return [json.loads(line)["phase"] for line in self.told.read_text().splitlines()]
 
-    def ends(self, code: int, *, blows: int | None) -> tuple[str, str]:
-        """Its output, once it has ended by itself with that exit code; every blow must have fallen."""
+    def ends(self, code: int, *, blows: int | None = 0) -> tuple[str, str]:
+        """Its output, once it has ended by itself with that exit code, and its ranks too; so many blows must have fallen."""
         try:
-            out, err = self.process.communicate(timeout=900)
+            out, err = self.process.communicate(timeout=1500)
         finally:
             with suppress(ProcessLookupError):
                 self.process.kill()
-        pids = {json.loads(line)["pid"] for line in self.told.read_text().splitlines()}
         assert self.process.returncode == code, (self.process.returncode, out, err)
         assert blows is None or len(self.fallen()) == blows, (self.fallen(), err)
-        assert not any(map(is_running, pids))
+        assert not processes_of(str(self.told.with_suffix(".plan")))
         return out, err
 
 
-def is_running(pid: int) -> bool:
+def processes_of(word: str) -> list[str]:
+    """Those with it in their command line. One that has been killed may take a moment to go."""
+    deadline = time.monotonic() + 20
+    while found := [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if word.encode() in _content(path)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _content(path: Path) -> bytes:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+        return path.read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -142,7 +151,6 @@ MLP = ["--model", "mlp", "--mesh", "dp=2", "--batch", "4", "--dtype", "float64"]
 
 
 @pytest.mark.timeout(600)  # six starts of two ranks: half a minute on two cores of one's own
-
 def test_a_run_that_is_killed_five_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     blows = [
         moment("before the manifest", 0, rank=0),  # the second one, so that the checkpoint of step 3 is there
@@ -166,6 +174,96 @@ def test_a_run_that_is_killed_five_times_ends_as_if_it_had_not_been(tmp_path: Pa
     assert [event["step"] for event in events if event["kind"] == "resume"] == [3, 3, 6, 9]
     assert_same_run(out, undisturbed(out, tmp_path / "other"))
     assert_nothing_to_clean(out, keep=2)
+
+
+def wait_for_a_step(run: Command, out: Path) -> None:
+    deadline = time.monotonic() + 200
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_bytes():
+        assert run.process.poll() is None, run.process.communicate()
+        assert time.monotonic() < deadline, "no step ended within 200 s"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(600)  # three starts of two ranks
+def test_a_run_that_is_told_to_stop_and_then_loses_its_launcher_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    args = [*MLP, "--steps", "1000000", "--optimizer.decay", "constant", "--checkpoint-every", "3", "--out", str(out)]
+    first = Command(tmp_path, args, [])
+    wait_for_a_step(first, out)
+    # Meanwhile nobody else gets into the folder.
+    _, err = Command(tmp_path, args, []).ends(2)
+    assert re.fullmatch(rf"phalanx: {out} is being written by process \d+ on host .*: wait for it, .* with --out\n", err)
+    first.process.send_signal(signal.SIGTERM)
+    _, err = first.ends(128 + signal.SIGTERM)
+    assert err.endswith("phalanx: the launcher was stopped by SIGTERM; its 2 ranks ended by themselves\n")
+    stopped = Saved(find(str(out))[0][0]).step
+    assert stopped == len(lines(out / "metrics.jsonl")) == lines(out / "events.jsonl")[-1]["step"]
+
+    second = Command(tmp_path, ["--resume", str(out)], [moment("between steps", 0, rank=0, launcher=True)])
+    second.ends(-signal.SIGKILL, blows=1)
+    assert not RunFolder(out).is_locked
+    assert len(lines(out / "metrics.jsonl")) >= stopped + 7
+
+    ends = str(stopped + 12)
+    Command(tmp_path, [*args, "--resume", "auto", "--steps", ends], []).ends(0)
+    assert [event["kind"] for event in lines(out / "events.jsonl")].count("resume") == 2
+    assert_same_run(out, undisturbed(out, tmp_path / "other"))
+    assert_nothing_to_clean(out, keep=2)
+
+
+SIGNALS = {
+    "first step": (moment("between steps", 0, rank=1, call=1, number=signal.SIGTERM), 143, 1),
+    "while saving": (moment("copy", 0, rank=1, call=1, number=signal.SIGTERM), 143, None),
+    "person": (moment("between steps", 0, rank=0, call=2, number=signal.SIGINT), 130, 2),
+    "launcher, while saving": (moment("copy", 0, rank=1, call=1, number=signal.SIGTERM, launcher=True), 143, None),
+    "launcher, person": (moment("between steps", 0, rank=0, call=1, number=signal.SIGINT, launcher=True), 130, None),
+}
+"""Who gets which signal, the exit code, and the last step if that does not depend on the time a signal takes."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SIGNALS)
+def test_signals(name: str, tmp_path: Path) -> None:
+    blow, code, step = SIGNALS[name]
+    out = tmp_path / "run"
+    args = [*MLP, "--steps", "1000000", "--optimizer.decay", "constant", "--checkpoint-every", "3", "--restarts", "3"]
+    _, err = Command(tmp_path, [*args, "--out", str(out)], [blow]).ends(code, blows=1)
+    assert "starting the ranks again" not in err
+    stopped = Saved(find(str(out))[0][0]).step
+    assert stopped == len(lines(out / "metrics.jsonl"))
+    assert step in (None, stopped)
+    Command(tmp_path, ["--resume", str(out), "--steps", str(stopped + 5)], []).ends(0)
+    assert_same_run(out, undisturbed(out, tmp_path / "other"))
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_ranks_that_torchrun_starts_again_go_on(tmp_path: Path) -> None:
+    out, blows = tmp_path / "run", [moment("after the manifest", 0, rank=0), moment("collective", 1, rank=1, call=50)]
+    args = [*MLP, "--steps", "12", "--checkpoint-every", "3", "--out", str(out)]
+    Command(tmp_path, args, blows, launcher=TORCHRUN).ends(0, blows=2)
+    assert [event["step"] for event in lines(out / "events.jsonl") if event["kind"] == "resume"][0] == 6
+    assert_same_run(out, undisturbed(out, tmp_path / "other"))
+    assert_nothing_to_clean(out, keep=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_ranks_that_torchrun_tells_to_stop_keep_what_they_have(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    args = [*MLP, "--steps", "1000000", "--optimizer.decay", "constant", "--checkpoint-every", "3", "--out", str(out)]
+    run = Command(tmp_path, args, [], launcher=TORCHRUN)
+    wait_for_a_step(run, out)
+    run.process.send_signal(signal.SIGTERM)
+    run.ends(1)
+    stopped = Saved(find(str(out))[0][0]).step
+    assert stopped == len(lines(out / "metrics.jsonl"))
+    Command(tmp_path, [*args, "--resume", "auto", "--steps", str(stopped + 5)], [], launcher=TORCHRUN).ends(0)
+    assert_same_run(out, undisturbed(out, tmp_path / "other"))
 
 
 LLAMA = ["--model", "llama-tiny", "--data", "text.txt", "--seq", "8", "--batch", "4", "--dtype", "float64"]
@@ -207,7 +305,7 @@ def test_a_hundred_deaths(seed: int, tmp_path: Path) -> None:
     run = Command(tmp_path, [*args, "--out", str(out)], blows)
     _, err = run.ends(0, blows=None)
     fallen = run.fallen()
-    print(f"seed {seed}: {len(fallen)} deaths: {dict(Counter(fallen))}", file=sys.stderr)
+    print(f"seed {seed}: {len(fallen)} deaths: {dict(Counter(fallen))}")  # noqa: T201 - which phases they hit, with -s
     # A death at a moment that nobody chose may come too late, when the run has ended.
     assert len(fallen) >= DEATHS - 3
     assert err.count("was ended by SIGKILL (signal 9)") == err.count("starting the ranks again") == len(fallen)

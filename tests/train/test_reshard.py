@@ -6,220 +6,37 @@ computed from it by another layout differs by the order of sums.
 
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from tests.train.reshard_cases import (
+    END,
+    LOSS,
+    OPTIMIZERS,
+    STOP,
+    Layout,
+    as_if_large,
+    check_close,
+    check_same,
+    contents,
+    expected,
+    losses_of,
+    on,
+    running,
+    saved_now,
+    state,
+    subject,
+)
 
-import phalanx as phx
-from phalanx import rules
-from phalanx.models import llama, mlp
 from phalanx.run.precision import LossScale
-from phalanx.run.step import Step
 from phalanx.schedule import Storage
-from phalanx.spec import shard
-from phalanx.train import models
-from phalanx.train.checkpoint import Checkpoints, Damaged, Saved, find, load
+from phalanx.train.checkpoint import Checkpoints, find, load
 
 pytestmark = pytest.mark.filterwarnings("ignore:replicated, since no name matches")
-STOP, END = 3, 8
-"""Steps of the first run, and of both."""
-# Float64 sums in another order: some 1e3 roundings of 1e-16. An update divides a gradient's rounding by its size, at least EPS.
-LOSS, WEIGHTS = 1e-12, 1e-10
-EPS = 1e-3
-"""Of AdamW. With 1e-8 the update of a gradient that is nothing but rounding, as of a key's bias, is the sign of rounding."""
-VOCAB, BATCH, SEQ = 64, 8, 8
-State = dict[str, Tensor]
-
-
-# Models
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model in float64, with what it learns from."""
-
-    make: Callable[[], nn.Module]
-    loss: Any
-    example: Callable[[int], State]
-    """Of a seed."""
-
-    def module(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return self.make()
-        finally:
-            torch.set_default_dtype(before)
-
-
-def small_llama(**sizes: Any) -> Subject:
-    config = llama.LlamaConfig(**{"vocab": VOCAB, "hidden": 32, "inner": 48, "layers": 3, "heads": 4, "kv_heads": 2, **sizes})
-    example = partial(models.token_batch, "tokens", config.vocab, BATCH, SEQ)
-    return Subject(lambda: llama.Llama(config), llama.loss, example)
-
-
-def small_mlp(hidden: int = 16) -> Subject:
-    config = mlp.MLPConfig(inputs=8, hidden=hidden, inner=32, layers=4, outputs=4)
-    return Subject(lambda: mlp.MLP(config), mlp.loss, partial(models.class_batch, 8, 4, torch.float64, BATCH, SEQ))
-
-
-def hugging_face(family: str) -> Subject:
-    found = models.build(f"hf-tiny:{family}", "float64")
-    return Subject(found.factory, found.loss, partial(found.example, BATCH, SEQ))
-
-
-@cache
-def subject(name: str) -> Subject:
-    if name in ("gpt2", "phi3"):
-        pytest.importorskip("transformers")
-        return hugging_face(name)
-    made = {
-        "llama": small_llama,
-        "llama, tied": partial(small_llama, tied=True),
-        "llama, one key head": partial(small_llama, kv_heads=1),
-        "llama, odd vocabulary": partial(small_llama, vocab=257, tied=True),
-        "mlp": small_mlp,
-    }
-    return made[name]()
-
-
-# Optimizers, and what one process of plain PyTorch makes of them
-
-
-def adamw(**options: Any) -> Any:
-    return phx.adamw(lr=1e-2, eps=EPS, no_decay=(), **options)
-
-
-@dataclass(frozen=True)
-class Updates:
-    ours: Any
-    plain: Callable[..., optim.Optimizer]
-
-
-def both(kind: type[optim.Optimizer], **options: Any) -> Updates:
-    return Updates(phx.optimizer(kind, no_decay=(), **options), partial(kind, **options))
-
-
-OPTIMIZERS = {
-    "adamw": Updates(adamw(), partial(optim.AdamW, lr=1e-2, eps=EPS)),
-    "momentum": Updates(phx.sgd(lr=0.1, momentum=0.9), partial(optim.SGD, lr=0.1, momentum=0.9)),
-    "rmsprop": both(optim.RMSprop, lr=1e-3, momentum=0.9, centered=True, eps=EPS),
-    "nadam": both(optim.NAdam, lr=1e-2, eps=EPS),
-    "adafactor": both(optim.Adafactor, lr=1e-2),
-    "muon": Updates(phx.optimizer(optim.Muon, lr=1e-2, no_decay=()), partial(optim.Muon, lr=1e-2)),
-}
-
-
-@dataclass(frozen=True)
-class Expected:
-    losses: list[float]
-    weights: State
-
-
-@cache
-def expected(name: str, updates: str = "adamw") -> Expected:
-    """What one process is at that is never stopped."""
-    chosen = subject(name)
-    module = chosen.module(0)
-    made = OPTIMIZERS[updates].plain([p for p in module.parameters() if p.requires_grad])
-    losses = []
-    for number in range(END):
-        batch = chosen.example(number)
-        made.zero_grad()
-        total, count = chosen.loss(module(batch[next(iter(batch))]), batch)
-        (total / count).backward()
-        made.step()
-        losses.append(float(total / count))
-    return Expected(losses, {key: x.detach().clone() for key, x in module.state_dict().items()})
-
-
-# Layouts
-
-
-@dataclass(frozen=True)
-class Layout:
-    mesh: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of parallelize."""
-    sequence_parallel: bool = False
-
-    def __str__(self) -> str:
-        words = [self.mesh or "alone", "sp" * self.sequence_parallel, *(f"{key}={value}" for key, value in self.options.items())]
-        return " ".join(filter(None, words))
-
-    def dimensions(self, mesh: phx.Mesh, names: Mapping[str, str]) -> dict[str, Any]:
-        placed: dict[str, Any] = {"heads": "tp", "mlp": "tp", "vocab": "tp"} if "tp" in mesh.names else {}
-        if self.sequence_parallel:
-            placed["residual_seq"] = "tp"
-        rows = tuple(axis for axis in ("rep", "dp") if axis in mesh.names)
-        used = {word for dims in names.values() for word in dims.split()}
-        return {key: axis for key, axis in {**placed, **({"batch": rows} if rows else {})}.items() if key in used}
-
-
-def on(mesh: str = "", *, sp: bool = False, **options: Any) -> Layout:
-    return Layout(mesh, options, sp)
-
-
-@contextmanager
-def running(chosen: Subject, layout: Layout, seed: int, module: nn.Module | None = None, **options: Any) -> Iterator[Step]:
-    module = chosen.module(seed) if module is None else module
-    batch = chosen.example(0)
-    names = rules.table_for(module, batch)
-    mesh = phx.Mesh.parse(layout.mesh)
-    with phx.local(mesh) as world:
-        yield phx.parallelize(
-            module, world, example=batch, names=names, layout=layout.dimensions(mesh, names), loss=chosen.loss,
-            **{"optimizer": adamw(), **layout.options, **options},
-        )  # fmt: skip
-
-
-def state(step: Step) -> State:
-    """All that a checkpoint has of the weights and the optimizer, and the numbers beside."""
-    weights = {f"model.{name}": x.clone() for name, x in step.state_dict().items()}
-    steps = {"steps": torch.tensor([executor.step_number for executor in step.executors]).unique()}
-    return weights | {f"optimizer.{name}": x.clone() for name, x in step.optimizer_state_dict().items()} | steps
-
-
-def check_same(found: State, wanted: State) -> None:
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
-        assert x.dtype == found[name].dtype, name
-        assert torch.equal(found[name], x), name
-
-
-def check_close(found: State, wanted: State) -> None:
-    """Relative to the largest element of each tensor."""
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
-        error = float((found[name] - x).abs().max() / x.abs().max().clamp(min=1e-30))
-        assert error < WEIGHTS, (name, error)
-
-
-def saved_now(step: Step, chosen: Subject, address: str, number: int = STOP) -> str:
-    """The state after so many steps; the next step is taken while it is written."""
-    made = Checkpoints(step, address)
-    made.save(number, {})
-    step(chosen.example(number))
-    made.wait()
-    return find(address)[0][0]
-
-
-def losses_of(step: Step, chosen: Subject, numbers: range) -> list[float]:
-    return [step(chosen.example(number)).loss for number in numbers]
 
 
 # From one layout to another
@@ -248,26 +65,170 @@ PAIRS: dict[str, tuple[str, Layout, Layout]] = {
     "with a barrier to none": ("llama, tied", on("pp=2,dp=2", microbatches=2), on("pp=2", barrier=False, microbatches=2)),
     "without a barrier to one": ("llama, tied", on("pp=2", barrier=False, microbatches=2), on("tp=2", recompute="full")),
     "two copies, and slices": ("llama", on("pp=2,dp=2", schedule="dualpipe", microbatches=4, zero=1), on("tp=2,dp=2", zero=3)),
+    "padded for two to padded for four": ("llama, odd vocabulary", on("tp=2", sp=True), on("dp=2,tp=4", zero=2)),
+    "padded for four to none": ("llama, odd vocabulary", on("pp=2,tp=4", microbatches=2), on("dp=2", zero=3)),
     "stages of an MLP": ("mlp", on("pp=4", schedule="zb-h2", microbatches=4), on("tp=4")),
 }  # fmt: skip
 EVERY_CHANGE = tuple(PAIRS)[:3]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in EVERY_CHANGE else pytest.mark.nightly, id=name) for name in PAIRS]
-)
-def test_it_goes_on_as_one_process_that_was_never_stopped(name: str, tmp_path: Path) -> None:
-    which, one, other = PAIRS[name]
-    chosen, wanted = subject(which), expected(which)
-    with running(chosen, one, seed=0) as step:
+def check_pair(which: str, layouts: Sequence[Layout], folder: Path, updates: str = "adamw") -> None:
+    chosen, wanted, ours = subject(which), expected(which, updates), OPTIMIZERS[updates].ours
+    one, other = layouts
+    with running(chosen, one, seed=0, optimizer=ours) as step:
         losses = losses_of(step, chosen, range(STOP))
         assert max(abs(x - y) for x, y in zip(losses, wanted.losses, strict=False)) < LOSS
         before = state(step)
-        address = saved_now(step, chosen, str(tmp_path))
-    with running(chosen, other, seed=1) as step:
-        assert not torch.equal(next(iter(step.state_dict().values())), next(iter(before.values())))
+        address, _ = saved_now(step, chosen, str(folder))
+    with running(chosen, other, seed=1, optimizer=ours) as step:
+        weights = step.state_dict()
+        assert not any(torch.equal(weights[name], before[f"model.{name}"]) for name in weights if weights[name].dim() > 1)
         load(step, address)
         check_same(state(step), before)
         losses = losses_of(step, chosen, range(STOP, END))
         assert abs(losses[0] - wanted.losses[STOP]) < LOSS
         check_close(step.state_dict(), wanted.weights)
+
+
+def marked(names: Sequence[str], often: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in often else pytest.mark.nightly, id=name) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(list(PAIRS), EVERY_CHANGE))
+def test_it_goes_on_as_one_process_that_was_never_stopped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_large(monkeypatch)
+    which, *layouts = PAIRS[name]
+    check_pair(which, layouts, tmp_path)
+
+
+OTHERS = {
+    "momentum": (on("dp=2,tp=2", zero=1), on("pp=2", microbatches=2)),
+    "rmsprop": (on("dp=2", zero=3), on("tp=2")),
+    "nadam": (on("tp=2"), on("dp=4", zero=2)),
+    "adafactor": (on("dp=2"), on("pp=2", microbatches=2)),
+}
+
+
+@pytest.mark.parametrize("updates", marked(list(OTHERS), ["nadam"]))
+def test_the_state_of_every_kind_of_optimizer_goes_on(updates: str, tmp_path: Path) -> None:
+    check_pair("mlp", OTHERS[updates], tmp_path, updates)
+
+
+def test_what_is_frozen_or_unused_and_buffers_go_along(tmp_path: Path) -> None:
+    """Into the run alone: the module of the user stays as it is."""
+    check_pair("odd", (on("pp=2,dp=2", microbatches=2, zero=1), on("dp=2,tp=2", zero=3)), tmp_path)
+    address = find(str(tmp_path))[0][0]
+    kept = {name for name in contents(address) if name.startswith("model.")}
+    assert kept == {f"model.{name}" for name in subject("odd").module(0).state_dict()}
+    assert {"model.spare", "model.note", "model.places", "model.blocks.0.fixed", "model.blocks.2.scale"} <= kept
+    module = subject("odd").module(2)
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    with running(subject("odd"), on(), seed=2, module=module) as step:
+        batch = subject("odd").example(STOP)
+        other = step.evaluate(batch).loss
+        load(step, address)
+        assert abs(step.evaluate(batch).loss - expected("odd").losses[STOP]) < LOSS < abs(other - expected("odd").losses[STOP])
+    check_same(module.state_dict(), before)
+
+
+# The same layout: every bit
+
+
+SAME: dict[str, tuple[str, Layout, Layout]] = {
+    "float64": ("llama, tied", on("dp=2,tp=2", zero=2, sp=True), on("pp=2", microbatches=2)),
+    "bf16 from float32": ("llama, float32", on("dp=2", precision="bf16", zero=2), on("tp=2", precision="bf16")),
+    "bf16 from float32, whole": ("llama, float32", on("pp=2", precision="bf16", microbatches=2), on("dp=4", precision="bf16", zero=3)),
+    "fp16": (
+        "llama, float32",
+        on("dp=2", precision="fp16", loss_scale=LossScale(initial=2.0**24, backoff=2.0**-6, interval=4)),
+        on("tp=2", precision="fp16"),
+    ),
+    "bfloat16 parameters": ("llama, bfloat16", on("dp=2", zero=1), on("pp=2,tp=2", microbatches=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", marked(list(SAME), ["bf16 from float32"]))
+def test_on_the_same_layout_every_bit_is_that_of_a_run_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+    """And another layout takes every bit of the state: of masters, and of the loss scale with its counts."""
+    which, layout, other = SAME[name]
+    chosen = subject(which)
+    with running(chosen, layout, seed=0) as step:
+        losses_of(step, chosen, range(STOP))
+        before, scale = state(step), step.executors[0].loss_scale
+        address, first = saved_now(step, chosen, str(tmp_path))
+        losses, after = [first, *losses_of(step, chosen, range(STOP + 1, END))], state(step)
+    assert "fp16" not in name or (scale is not None and 0 < scale.skipped < STOP and scale.finite > 0), scale
+    with running(chosen, layout, seed=1) as step:
+        load(step, address)
+        check_same(state(step), before)
+        assert [executor.loss_scale for executor in step.executors] == [scale] * len(step.executors)
+        assert losses_of(step, chosen, range(STOP, END)) == losses
+        check_same(state(step), after)
+    with running(chosen, other, seed=1) as step:
+        load(step, address)
+        check_same(state(step), before)
+
+
+# Writing while training
+
+
+class Arrival:
+    """In place of a rank's event that the state was copied: tells when the rank waits for it."""
+
+    def __init__(self, copied: threading.Event, here: threading.Semaphore) -> None:
+        self.copied, self.here = copied, here
+
+    def wait(self) -> None:
+        self.here.release()
+        self.copied.wait()
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+@pytest.mark.parametrize("barrier", [True, False])
+def test_the_update_after_it_waits_until_the_state_is_copied(
+    is_guarded: bool, barrier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy begins when every rank is about to update; unguarded, when every rank has: then it is not the state that was meant."""
+    chosen, here = subject("mlp"), threading.Semaphore(0)
+    with running(chosen, on("dp=2", zero=1, barrier=barrier), seed=0) as step:
+        losses_of(step, chosen, range(STOP))
+        before = state(step)
+        real = Checkpoints._copy
+
+        def copied(self: Checkpoints, states: Any) -> Any:
+            for _ in step.executors:
+                assert here.acquire(timeout=60)
+            return real(self, states)
+
+        monkeypatch.setattr(Checkpoints, "_copy", copied)
+        made = Checkpoints(step, str(tmp_path))
+        made.save(STOP, {})
+        for executor in step.executors:
+            assert executor.reading is not None
+            executor.reading = Arrival(executor.reading, here) if is_guarded else None  # type: ignore[assignment]
+        step(chosen.example(STOP))
+        step.settle()
+        after = state(step)
+        if not is_guarded:
+            here.release(len(step.executors))
+        made.wait()
+    held = contents(find(str(tmp_path))[0][0])
+    assert not torch.equal(before["model.head.weight"], after["model.head.weight"])
+    wanted = before if is_guarded else after
+    assert held.keys() == {name for name in wanted if name not in ("optimizer.step", "steps")}
+    check_same(held, {name: wanted[name] for name in held})
+
+
+def test_what_an_optimizer_keeps_from_its_first_update_on_is_written_from_then_on(tmp_path: Path) -> None:
+    """The memory of the copies is used again only for what is alike."""
+    chosen = subject("mlp")
+    with running(chosen, on("dp=2"), seed=0, optimizer=OPTIMIZERS["adafactor"].ours) as step:
+        made = Checkpoints(step, str(tmp_path))
+        made.save(0, {})
+        step(chosen.example(0))
+        made.save(1, {})
+        made.wait()
+        wanted = state(step)
+    newest, oldest = (contents(address) for address in find(str(tmp_path))[0])
+    assert newest.keys() - oldest.keys() >= {"optimizer.head.weight/row_var", "optimizer.head.bias/variance"}
+    check_same(newest, {name: wanted[name] for name in newest})

@@ -5,9 +5,13 @@ What a command line says, on threads of this process. Real processes are in test
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +118,7 @@ def test_a_run_that_goes_on_is_the_same_run(name: str) -> None:
     assert (resumed["step"], resumed["changed"]) == (ended, {})
 
 
-class asking:  # noqa: N801 - reads as a phrase
+class asking:
     """Sends this process a signal as step `at` begins, or as its checkpoint does."""
 
     def __init__(self, *, at: int, number: signal.Signals = signal.SIGTERM, saving: bool = False) -> None:
@@ -142,7 +146,7 @@ class asking:  # noqa: N801 - reads as a phrase
         self.patch.undo()
 
 
-def test_signals_while_saving_after_the_last_step_and_of_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+def test_signals_while_saving_after_the_last_step_and_of_a_person() -> None:
     phalanx_train(f"{MLP} --steps 5 --out whole")
     with asking(at=3, saving=True):
         stopped = phalanx_train(f"{MLP} --steps 5 --checkpoint-every 3 --out saving")
@@ -151,7 +155,7 @@ def test_signals_while_saving_after_the_last_step_and_of_a_person(capsys: pytest
         assert phalanx_train(f"{MLP} --steps 5 --out person").stopped == signal.SIGINT
     assert newest("person").step == 1
     with asking(at=5):
-        assert phalanx_train(f"{MLP} --steps 5 --out last").stopped is None or True
+        assert phalanx_train(f"{MLP} --steps 5 --out last").stopped == signal.SIGTERM
     for folder in ("saving", "person"):
         [told] = events(folder, "signal")
         assert told["step"] == newest(folder).step
@@ -187,14 +191,19 @@ def test_a_run_that_goes_on_elsewhere_takes_the_samples_that_come_next(monkeypat
 
 def test_what_would_be_another_run_is_refused(here: Path) -> None:
     phalanx_train(f"{LLAMA} --steps 2 --out run")
-    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     Path("empty").mkdir()
+    before = files(here)
     for args, said in REFUSED.items():
         with pytest.raises(ValueError, match=said) as refused:
             phalanx_train(args)
         assert "\n" not in str(refused.value), args
     # Whoever is refused leaves the run as it was.
-    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and "new" not in path.parts} == before
+    assert files(here) == before
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    """Of runs that are not called new; the file of a lock is empty and stays."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "new" not in path.parts}
 
 
 REFUSED = {
@@ -216,8 +225,7 @@ def test_weights_of_another_model_are_refused_with_names_and_sizes() -> None:
     phalanx_train(f"{MLP} --steps 1 --out mlp")
     with pytest.raises(ValueError, match=r"does not fit:\n  model\.") as refused:
         phalanx_train(f"{LLAMA} --steps 1 --init-from mlp --out new")
-    assert "is not in it" in str(refused.value)
-    assert str(tuple(newest("mlp").model.values())[0][0]) in str(refused.value) or "more" in str(refused.value)
+    assert re.search(r"\n  model\.embed_tokens\.weight \(\d+, \d+\) is not in it", str(refused.value))
 
 
 def test_a_new_run_begins_with_the_weights_of_a_run_or_of_one_checkpoint() -> None:
@@ -238,12 +246,140 @@ def test_a_new_run_may_keep_the_moments_but_not_the_place_in_the_schedule() -> N
     phalanx_train(f"{MLP} --steps 4 --out old")
     phalanx_train(f"{MLP} --steps 1 --out fresh --init-from old")
     phalanx_train(f"{MLP} --steps 1 --out kept --init-from old --init-optimizer kept")
-    fresh, kept, old = newest("fresh"), newest("kept"), newest("old")
+    fresh, kept = newest("fresh"), newest("kept")
     assert (fresh.manifest.numbers["optimizer.step"], kept.manifest.numbers["optimizer.step"]) == (1, 5)
     assert rows("kept")[0]["lr"] == rows("fresh")[0]["lr"] == rows("old")[0]["lr"]
     assert rows("kept")[0]["loss"] == rows("fresh")[0]["loss"] != rows("old")[0]["loss"]
-    del old
+    # The first update of Adam's is of the size of the rate, whatever the gradient; with moments it is not.
+    assert not torch.equal(fresh.tensor("head.weight"), kept.tensor("head.weight"))
 
 
-def test_two_runs_in_one_folder() -> None:
-    pass
+def test_of_two_runs_in_one_folder_the_second_is_refused_and_the_first_unharmed() -> None:
+    with meanwhile(f"{MLP} --steps 4 --checkpoint-every 2 --out run", at=3) as tried:
+        phalanx_train(f"{MLP} --steps 4 --checkpoint-every 2 --out run")
+    assert re.fullmatch(r"run is being written by process \d+ on host .*: wait for it, .* another folder with --out", tried[0])
+    phalanx_train(f"{MLP} --steps 4 --out alone")
+    assert rows("run") == rows("alone")
+    assert_same_state(newest("run"), newest("alone"))
+
+
+def test_of_two_runs_with_one_place_for_checkpoints_the_older_one_stops() -> None:
+    """It completes none any more, and the younger one's are whole and its own."""
+    with (
+        meanwhile(f"{MLP} --seed 1 --steps 4 --checkpoint-every 2 --checkpoints shared --out second", at=4) as tried,
+        pytest.raises(ValueError, match=r"taken over by another run, on .*: two runs cannot keep") as told,
+    ):
+        phalanx_train(f"{MLP} --steps 9 --checkpoint-every 3 --checkpoints shared --out first")
+    assert tried == [""]
+    assert "\n" not in str(told.value)
+    phalanx_train(f"{MLP} --seed 1 --steps 4 --checkpoints apart --out alone")
+    assert_same_state(newest("shared"), newest("apart"))
+    ours = [Saved(address) for address in find("shared")[0]]
+    assert [(saved.step, saved.config.seed) for saved in ours] == [(4, 1), (2, 1)]
+    # Go on with each: the second has its checkpoints; of the first there is none left, which is said.
+    phalanx_train("--resume second --steps 5")
+    assert newest("shared").step == 5
+    with pytest.raises(ValueError, match="is of a run with seed 1, which --resume goes on with"):
+        phalanx_train("--resume first")
+
+
+@contextmanager
+def meanwhile(args: str, *, at: int) -> Iterator[list[str]]:
+    """As step `at` of the run within begins, `phalanx train ARGS` runs from its beginning to its end; its error, or nothing."""
+    training, told = Batches.training, list[str]()
+    steps = itertools.count(1)
+
+    def runs_first(batches: Batches, cursor: int) -> Any:
+        if next(steps) == at:
+            try:
+                phalanx_train(args)
+                told.append("")
+            except ValueError as error:
+                told.append(str(error))
+        return training(batches, cursor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batches, "training", runs_first)
+        yield told
+
+
+def test_a_run_that_replaces_another_does_not_go_on_with_its_checkpoints() -> None:
+    """It ends before it has any of its own: going on is beginning again."""
+    phalanx_train(f"{MLP} --steps 4 --checkpoint-every 2 --out run")
+    replaced = find("run")[0]
+    args = f"{MLP} --steps 5 --checkpoint-every 2 --optimizer.lr 1e-2 --out run"
+    with failing(at=2):
+        phalanx_train(args)
+    with pytest.raises(
+        ValueError, match=r"those in it are of an earlier run there; to go on with that one, say which, as in --resume"
+    ):
+        phalanx_train("--resume run")
+    assert [Saved(address).step for address in replaced] == [4, 2]  # nothing is lost
+    phalanx_train(f"{args} --resume auto")
+    phalanx_train(args.replace("--out run", "--out alone"))
+    assert rows("run") == rows("alone")
+    assert_same_state(newest("run"), newest("alone"))
+
+
+def test_a_run_that_goes_back_leaves_what_came_after() -> None:
+    phalanx_train(f"{MLP} --steps 6 --checkpoint-every 2 --keep 0 --out run")
+    assert [Saved(address).step for address in find("run")[0]] == [6, 4, 2]
+    with failing(at=4):
+        phalanx_train(f"--resume {find('run')[0][2]}")
+    assert [Saved(address).step for address in find("run")[0]] == [2]
+    assert [row["step"] for row in rows("run")] == [1, 2, 3]
+    phalanx_train("--resume run")
+    assert [row["step"] for row in rows("run")] == [1, 2, 3, 4, 5, 6]
+    assert [Saved(address).step for address in find("run")[0]] == [6, 4, 2]
+
+
+@contextmanager
+def failing(*, at: int) -> Iterator[None]:
+    """The run within is lost as step `at` begins."""
+    training = Batches.training
+
+    def fails(batches: Batches, cursor: int) -> Any:
+        if cursor // batches.size + 1 == at:
+            raise ZeroDivisionError
+        return training(batches, cursor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batches, "training", fails)
+        try:
+            yield
+        except ZeroDivisionError:
+            return
+    raise AssertionError(f"step {at} did not begin")
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_goes_on_by_its_folder() -> None:
+    phalanx_train(f"{MLP} --steps 2 --checkpoints away --out run")
+    assert not Path("run", "checkpoints").exists()
+    phalanx_train("--resume run --steps 4")
+    assert [row["step"] for row in rows("run")] == [1, 2, 3, 4]
+    assert newest("away").step == 4
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_takes_no_other_ones_place() -> None:
+    phalanx_train(f"{MLP} --steps 2 --out run")
+    manifest = Path(find("run")[0][0], "phalanx.json")
+    phalanx_train("--resume run --steps 3 --keep 1")
+    [last] = find("run")[0]
+    manifest = Path(last, "phalanx.json")
+    good = manifest.read_bytes()
+    Path("run", "checkpoints", "step-00000009-00000000").mkdir()
+    Path("run", "checkpoints", "step-00000009-00000000", "phalanx.json").write_bytes(good[:-1])
+    phalanx_train("--resume run --steps 4 --keep 1")
+    assert [Saved(address).step for address in find("run")[0]] == [4]
+
+
+@pytest.mark.parametrize("resume", [None, "auto", "old"])
+def test_ranks_that_are_started_again_go_on_with_the_newest(resume: str | None) -> None:
+    """Or begin as they did the first time, as long as there is no checkpoint."""
+    phalanx_train(f"{MLP} --steps 2 --out old")
+    config = TrainConfig(out=Path("run"), resume=resume)
+    assert command.started_again(config).resume == (resume or "auto")
+    phalanx_train(f"{MLP} --steps 1 --out run")
+    assert command.started_again(config).resume == "auto"
+    with pytest.raises(ValueError, match="without --out nobody knows in which folder"):
+        command.started_again(replace(config, out=None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,13 +42,25 @@ def main(args: list[str]) -> int:
     started = launch_from(os.environ)
     if started is None and (mesh.size > 1 or config.restarts):
         return start(config, args)
-    if started is not None and started.restarts and config.resume is None:
-        if config.out is None:
-            raise ValueError(
-                "the launcher has started the ranks again, but without --out nobody knows in which folder the run was: name one"
-            )
-        config = replace(config, resume="auto")
+    if started is not None and started.restarts:
+        config = started_again(config)
     return join(config, is_first=started is None or started.rank == 0)
+
+
+def started_again(config: TrainConfig) -> TrainConfig:
+    """What ranks do that a launcher has started again: go on with the run in --out, or begin as they did the first time."""
+    from phalanx.train.checkpoint import find
+
+    if config.out is None:
+        raise ValueError(
+            "the launcher has started the ranks again, but without --out nobody knows in which folder the run was: name one"
+        )
+    if config.resume is not None:
+        try:
+            find(config.checkpoints or str(config.out))
+        except ValueError:  # nothing yet: what --resume names is where the run was
+            return config
+    return replace(config, resume="auto")
 
 
 def start(config: TrainConfig, args: list[str]) -> int:
@@ -60,12 +73,13 @@ def start(config: TrainConfig, args: list[str]) -> int:
     print(f"starting {ranks} local ranks for mesh {config.mesh}; each imports torch and derives its program first", flush=True)
     # All starts of a run share a folder.
     folder = RunFolder.create(config)
+    with folder.lock():
+        pass  # that another run writes there is known now, not when all ranks have started
     asked = [*args, "--out", str(folder.path)]
     try:
         for attempt in range(config.restarts + 1):
             try:
-                again = ["--resume", "auto"] if attempt else []
-                launch(ranks, rank_command(["train", *asked, *again]), logs=folder.logs, attempt=attempt)
+                launch(ranks, rank_command(["train", *asked]), logs=folder.logs, attempt=attempt)
                 return 0
             except Stopped:
                 raise
@@ -88,7 +102,7 @@ def tell_restart(failure: RankFailure, attempt: int, restarts: int, folder: RunF
 def check_files(config: TrainConfig) -> None:
     """What needs no model is refused here, at once, rather than by every rank after it has started."""
     from phalanx.schedule.measured import read as read_trace
-    from phalanx.train.checkpoint.load import find
+    from phalanx.train.checkpoint.load import find_resumed
     from phalanx.train.data.source import open_sources
     from phalanx.train.wires import measured_wires
 
@@ -99,7 +113,7 @@ def check_files(config: TrainConfig) -> None:
     if config.profile is not None:
         measured_wires(config.profile)
     if config.resume is not None and config.resume != "auto":
-        find(config.resume)
+        find_resumed(config.resume, config.checkpoints)
 
 
 def join(config: TrainConfig, *, is_first: bool) -> int:
@@ -129,7 +143,9 @@ def join(config: TrainConfig, *, is_first: bool) -> int:
     finally:
         if folder is not None:
             forget_unless_begun(folder, config)
-    return 0 if summary.stopped is None else 128 + (summary.stopped or 15)
+    if summary.stopped is None:
+        return 0
+    return 128 + (signal.SIGINT if summary.stopped == signal.SIGINT else signal.SIGTERM)
 
 
 def forget_unless_begun(folder: RunFolder, config: TrainConfig) -> None:

@@ -1,10 +1,22 @@
-"""Our Llama as transformers knows it: the same modules under other names, the same numbers in the settings."""
+"""Our Llama as transformers knows it: the same modules under other names, the same numbers in the settings. Both ways."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from phalanx.comm.world import World
+from phalanx.derive.program import Parameter
+from phalanx.hf.folder import Folder
+
 HEAD = "lm_head."
+SAME = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias",
+)  # fmt: skip
+"""Settings of transformers' Llama that decide which function it is. What is left says how it is trained and used."""
 
 
 def hf_config(sizes: Any, positions: int) -> Any:
@@ -33,3 +45,28 @@ def hf_config(sizes: Any, positions: int) -> Any:
 def hf_name(name: str) -> str:
     """embed_tokens.weight is model.embed_tokens.weight there; the head alone is outside of `model`."""
     return name if name.startswith(HEAD) else f"model.{name}"
+
+
+class LlamaFolder:
+    """A folder of transformers' Llama for a Llama of ours with these sizes.
+
+    Raises ValueError, with both numbers, for a folder whose Llama would compute something else.
+    """
+
+    def __init__(self, folder: Folder, sizes: Any) -> None:
+        self.folder = folder
+        ours, theirs = hf_config(sizes, folder.config.max_position_embeddings).to_dict(), folder.config.to_dict()
+        wrong = [
+            f"{name} is {theirs.get(name)!r} there and {ours[name]!r} in the model"
+            for name in SAME
+            if theirs.get(name) != ours[name]
+        ]
+        if wrong:
+            raise ValueError(
+                f"{folder.path} is of another model:\n  " + "\n  ".join(wrong) + f"\nto train that one, use --model hf:{folder.path}"
+            )
+
+    def values(self, parameter: Parameter, world: World) -> Tensor:
+        """What Folder.values says of the tensor that has our name there."""
+        there = replace(parameter, name=hf_name(parameter.name), aliases=tuple(map(hf_name, parameter.aliases)))
+        return self.folder.values(there, world)

@@ -20,6 +20,9 @@ from phalanx.hf.folder import Folder
 from phalanx.run.step import Step
 from phalanx.run.values import Values
 from phalanx.train.checkpoint import Damaged, Saved, find, load
+from phalanx.train.checkpoint.blocks import Place
+from phalanx.train.checkpoint.load import config_of, find_resumed
+from phalanx.train.checkpoint.manifest import Manifest, read_manifest
 from phalanx.train.config import TrainConfig
 
 SAME = ("model", "dtype", "seq", "seed", "mask_documents")
@@ -64,7 +67,7 @@ class Beginning:
 
         Raises ValueError for one that does not fit, and Damaged if none is whole.
         """
-        if self.kind in ("new", "hf"):
+        if self.kind in ("new", "hf") or not self.addresses:
             return None
         keeps = self.kind == "resume" or config.init_optimizer == "kept"
         damage: list[str] = []
@@ -105,11 +108,15 @@ def beginning(config: TrainConfig, world: World | LocalWorld) -> Beginning:
 def _found(config: TrainConfig) -> tuple[str, list[str], str]:
     if config.resume is not None:
         try:
-            addresses, note = find((config.checkpoints or str(config.out)) if config.resume == "auto" else config.resume)
+            if config.resume == "auto":
+                addresses, note = find(config.checkpoints or str(config.out))
+            else:
+                addresses, note = find_resumed(config.resume, config.checkpoints)
         except ValueError as error:
             if config.resume != "auto" or isinstance(error, Damaged):
                 raise
         else:
+            check_settings(config, addresses[0], read_manifest(Place(addresses[0])))
             return "resume", addresses, note
     if config.init_from is None:
         return "new", [""], ""
@@ -129,16 +136,25 @@ def nothing(parameter: Parameter, world: World) -> Tensor:
     return torch.zeros(shape, dtype=parameter.stored or parameter.dtype)
 
 
-def check_same_run(config: TrainConfig, saved: Saved, fingerprint: str) -> None:
-    """Raise ValueError for a setting that makes it another run than the one that is to be gone on with."""
-    before = saved.config
+def check_settings(config: TrainConfig, address: str, manifest: Manifest) -> None:
+    """Raise ValueError for a setting that makes it another run than the one that is to be gone on with, or if that one has ended."""
+    before = config_of(address, manifest)
     for field in fields(config):
         was, now = getattr(before, field.name), getattr(config, field.name)
         if field.name in SAME and was != now:
             raise ValueError(
-                f"{saved.address} is of a run with {field.name} {was!r}, which --resume goes on with; to begin a new run with {now!r} "
+                f"{address} is of a run with {field.name} {was!r}, which --resume goes on with; to begin a new run with {now!r} "
                 "from its weights, use --init-from"
             )
+    if manifest.step >= config.steps:
+        raise ValueError(
+            f"the run has taken all its {manifest.step} steps; ask for more with --steps, or train on other data with --init-from"
+        )
+
+
+def check_same_data(saved: Saved, fingerprint: str) -> None:
+    """Raise ValueError for other data than that of the run which is to be gone on with."""
+    before = saved.config
     if saved.facts["data"] != fingerprint:
         raise ValueError(
             f"{saved.address} was learning from other data (--data {' '.join(before.data) or 'left out'}, or what is there has changed): "

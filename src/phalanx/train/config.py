@@ -51,7 +51,8 @@ class TrainConfig:
     """One training run."""
 
     model: str = "llama-tiny"
-    """mlp, llama-tiny, llama-1b, llama-8b, llama-70b, or hf-tiny: and a Hugging Face family, as in hf-tiny:qwen3."""
+    """mlp, llama-tiny, llama-1b, llama-8b, llama-70b; hf: and a Hugging Face folder, as in hf:models/qwen3; or hf-tiny: and a family
+    of Hugging Face's, small and random, as in hf-tiny:qwen3."""
     mesh: str = ""
     """Axes and their numbers of ranks, the last varying fastest, as in pp=2,dp=2,tp=2. Empty is one rank."""
     layout: str | None = None

@@ -5,6 +5,7 @@ It knows nothing of ranks beyond which slice of a batch is this one's and who wr
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import Counter, deque
@@ -25,8 +26,8 @@ from phalanx.run.initialize import deferred_init
 from phalanx.run.replicas import check_replicas
 from phalanx.train.assembly import parallel_step
 from phalanx.train.batches import Batches
-from phalanx.train.beginning import Progress, beginning, check_same_run, progress_of
-from phalanx.train.checkpoint import Checkpoints, Saved, find, load
+from phalanx.train.beginning import Beginning, Progress, beginning, check_same_data, progress_of, said
+from phalanx.train.checkpoint import Checkpoints, Saved, find
 from phalanx.train.config import TrainConfig, dump
 from phalanx.train.environment import describe
 from phalanx.train.folder import RunFolder
@@ -65,11 +66,14 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
     if here.rank != 0:
         console = None
     with ExitStack() as stack:
+        request = stack.enter_context(asked_to_stop())
         folder = None
         if here.rank == 0:
             folder = RunFolder.create(config)
             stack.enter_context(folder.lock())
-        return _Run(config, world, folder, console, stack).train()
+        run = _Run(config, world, folder, console, stack)
+        request.watched_by(run.step)
+        return run.train(request)
 
 
 class _Run:
@@ -92,6 +96,10 @@ class _Run:
         self.batches = Batches(config, model, self.step)
         stack.callback(self.batches.close)
         self.progress = Progress()
+        self._model_facts = {}
+        if config.model.startswith("hf:"):  # for `phalanx export`, should the folder be gone by then
+            folder_of_model = Path(config.model.removeprefix("hf:"))
+            self._model_facts["hf_config"] = json.loads((folder_of_model / "config.json").read_bytes())
         self.guards = [Guard(config) for _ in self.step.executors]
         self.verdict = GO
         """On the last step."""
@@ -103,23 +111,25 @@ class _Run:
         self.tell(f"{config.model}: {parameters:,} parameters on {on}, learning from {self.batches.source}")
         resumed = saved if start.kind == "resume" else None
         if resumed is not None:
-            check_same_run(config, resumed, self.batches.fingerprint)
+            check_same_data(resumed, self.batches.fingerprint)
             self._go_on_from(resumed)
-            if self.progress.step >= config.steps:
-                raise ValueError(
-                    f"the run has taken all its {self.progress.step} steps; ask for more with --steps, or train on other data with "
-                    "--init-from"
-                )
-        self._begin_folder(start.kind, saved)
         if config.on_non_finite != "stop" or config.on_spike != "ignore":
             for executor, guard in zip(self.step.executors, self.guards, strict=True):
                 executor.judge = lambda loss, norm, guard=guard: self._judge(guard, loss, norm)
         self.checkpoints: Checkpoints | None = None
         if config.checkpoint_every != 0:
             place = config.checkpoints or (str(folder.checkpoints) if folder is not None else "")
-            self.checkpoints = Checkpoints(self.step, self._agreed(place), keep=config.keep, told=self._checkpoint_is_complete)
+            self.checkpoints = Checkpoints(
+                self.step,
+                self._agreed(place),
+                keep=config.keep,
+                begins="" if resumed is None else resumed.address,
+                told=self._checkpoint_is_complete,
+            )
+        # After the checkpoints are this run's: killed in between, it does not take those of another run for its own.
+        self._begin_folder(start.kind, saved)
 
-    def train(self) -> Summary:
+    def train(self, request: Request) -> Summary:
         config, step = self.config, self.step
         ledger = (self.world if isinstance(self.world, World) else self.world.worlds[0]).ledger
         traffic: Counter[tuple[str, str, str]] = Counter()
@@ -135,9 +145,10 @@ class _Run:
             sinks=[] if path is None else sinks(config, path, first_step=first),
         )
         held_out, stopped = None, None
-        with recorder, asked_to_stop(step) as request:
+        with recorder:
             while self.progress.step < config.steps and stopped is None:
                 number = self.progress.step + 1
+                self.verdict = GO
                 with tracing(step, self.world, number, path) if number == config.trace else nullcontext():
                     began = time.perf_counter()
                     out = step(self.batches.training(self.progress.cursor), local=self.batches.is_local)
@@ -153,6 +164,7 @@ class _Run:
                 ledger.clear()
                 if self.verdict.action in ("rewind", "stop"):
                     self._go_back(recorder)
+                    stopped = None  # the next step tells it again
                     continue
                 last = number == config.steps or stopped is not None
                 if last:
@@ -196,26 +208,23 @@ class _Run:
     def _go_back(self, recorder: Recorder) -> None:
         """Take the newest checkpoint, and the samples after those of the step that was wrong."""
         wrong, number = self.verdict, self.progress.step
-        self.verdict = GO
-        saved, verdict = None, wrong
-        if wrong.action == "rewind":
-            assert self.checkpoints is not None
-            self.checkpoints.wait()
-            saved = self._newest()
-            decisions = [
-                guard.rewind(*((None, None) if saved is None else (saved.step, saved.facts["guard"]))) for guard in self.guards
-            ]
-            verdict = replace(decisions[0], reason=f"{wrong.reason}; {decisions[0].reason}")
-        if verdict.action == "stop" or saved is None:
-            raise FloatingPointError(f"step {number}: {verdict.reason}")
+        if wrong.action == "stop":
+            raise FloatingPointError(f"step {number}: {wrong.reason}")
         assert self.checkpoints is not None
-        load(self.step, saved.address)
+        self.checkpoints.wait()
+        saved = Beginning("resume", self._newest()).fill(self.step, self.config, self.tell)
+        decisions = [
+            guard.rewind(*((None, None) if saved is None else (saved.step, saved.facts["guard"]))) for guard in self.guards
+        ]
+        if saved is None or decisions[0].action == "stop":
+            raise FloatingPointError(f"step {number}: {wrong.reason}; {decisions[0].reason}")
         cursor = self.progress.cursor
         self.progress = progress_of(saved.facts)
         self.progress.cursor = cursor
         self.checkpoints.forget_after(saved.manifest.order)
-        recorder.rewind(saved.step, why=verdict.reason, from_step=number)
-        self.tell(f"WARNING: step {number}: {verdict.reason}")
+        why = f"{wrong.reason}; {decisions[0].reason}"
+        recorder.rewind(saved.step, why=why, from_step=number)
+        self.tell(f"WARNING: step {number}: {why}")
 
     def _evaluate(self, recorder: Recorder, number: int) -> float:
         parts = [self.step.evaluate(self.batches.held_out(k), local=self.batches.is_local) for k in range(self.config.held_out)]
@@ -237,32 +246,25 @@ class _Run:
 
     def _facts(self) -> dict[str, Any]:
         config = dump(replace(self.config, out=None, resume=None))
-        return {
-            "config": config,
-            "data": self.batches.fingerprint,
-            "guard": self.guards[0].state_dict(),
-            **asdict(self.progress),
-        }
+        run = {"config": config, "data": self.batches.fingerprint, "guard": self.guards[0].state_dict()}
+        return {**run, **self._model_facts, **asdict(self.progress)}
 
     def _go_on_from(self, saved: Saved) -> None:
         self.progress = progress_of(saved.facts)
         for guard in self.guards:
             guard.load_state_dict(saved.facts["guard"])
 
-    def _newest(self) -> Saved | None:
-        """The newest checkpoint of this run, the same on every rank."""
+    def _newest(self) -> tuple[str, ...]:
+        """The checkpoints of this run, the newest first, the same on every rank."""
         assert self.checkpoints is not None
         try:
-            address = find(self.checkpoints.place.address)[0][0]
+            addresses, _ = find(self.checkpoints.place.address)
         except ValueError:
-            address = ""
-        address = self._agreed(address)
-        return Saved(address) if address else None
+            addresses = []
+        return tuple(filter(None, self._agreed("\0".join(addresses)).split("\0")))
 
     def _agreed(self, text: str) -> str:
         """What rank 0 says, on every rank."""
-        from phalanx.train.beginning import said
-
         return said(self.world, text) if isinstance(self.world, World) and self.world.mesh.size > 1 else text
 
     def _checkpoint_is_complete(self, number: int, name: str, seconds: float) -> None:

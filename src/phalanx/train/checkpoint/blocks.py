@@ -230,7 +230,9 @@ class VerifiedFile(io.RawIOBase):
         if found != size:
             raise Damaged(f"{self.name} has {found:,} bytes; {size:,} were written")
         # A range is asked for once, or is in the blocks that are kept: no cache of fsspec's own.
-        self._file = place.system.open(place.of(name), "rb", **({} if place.is_local else {"cache_type": "none"}))
+        with place.told(name):
+            self._file = place.system.open(place.of(name), "rb", **({} if place.is_local else {"cache_type": "none"}))
+        self._folder, self._name = place, name
 
     def bytes_of(self, start: int, stop: int) -> memoryview:
         """Bytes start to stop; not for long. Raises Damaged, naming the file and the block, if they are not what was written."""
@@ -252,8 +254,9 @@ class VerifiedFile(io.RawIOBase):
 
     def _read(self, first: int, last: int) -> list[memoryview]:
         begin, end = first * BLOCK, min(last * BLOCK, self.length)
-        self._file.seek(begin)
-        content = memoryview(self._file.read(end - begin))
+        with self._folder.told(self._name):
+            self._file.seek(begin)
+            content = memoryview(self._file.read(end - begin))
         self.bytes_read += len(content)
         if len(content) != end - begin:
             raise Damaged(f"{self.name} ended at byte {begin + len(content):,} of {self.length:,}")

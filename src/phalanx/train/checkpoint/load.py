@@ -19,11 +19,21 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from phalanx.run.bind import tables
 from phalanx.run.executor import Executor
 from phalanx.run.pieces import Kind, Piece, kinds_of, state_of
 from phalanx.run.step import Step
 from phalanx.train.checkpoint.blocks import Damaged, Place, VerifiedFile
-from phalanx.train.checkpoint.manifest import METADATA, Manifest, complete, read_manifest, verified
+from phalanx.train.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    complete,
+    is_among,
+    others_of,
+    read_manifest,
+    verified,
+)
 from phalanx.train.checkpoint.save import first_failing, unused
 from phalanx.train.config import TrainConfig, closest, from_text
 
@@ -65,9 +75,7 @@ class Saved:
     @property
     def config(self) -> TrainConfig:
         """The settings of the run that wrote it."""
-        if "config" not in self.facts:
-            raise ValueError(f"{self.address} was not written by `phalanx train`: it has no configuration")
-        return from_text(self.facts["config"], self.address)
+        return config_of(self.address, self.manifest)
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -144,6 +152,13 @@ class Saved:
             file.close()
 
 
+def config_of(address: str, manifest: Manifest) -> TrainConfig:
+    """The settings of the run that wrote a checkpoint. Raises ValueError if that was not `phalanx train`."""
+    if "config" not in manifest.facts:
+        raise ValueError(f"{address} was not written by `phalanx train`: it has no configuration")
+    return from_text(manifest.facts["config"], address)
+
+
 def load(step: Step, address: str, *, optimizer: bool = True, cast: bool = False) -> Saved:
     """Fill the weights of a step, and its optimizer's state and counters, from a checkpoint of any layout. Every rank calls this.
 
@@ -163,6 +178,7 @@ def load(step: Step, address: str, *, optimizer: bool = True, cast: bool = False
     # Every rank has looked at the same small files: what is wrong with them is wrong for all.
     _raise_together(step, error, address)
     assert saved is not None
+    step.unused = {name: x.clone() for name, x in step.unused.items()}  # these are the user's own tensors
     try:
         for executor in step.executors:
             _fill(step, executor, saved, optimizer=optimizer)
@@ -172,7 +188,16 @@ def load(step: Step, address: str, *, optimizer: bool = True, cast: bool = False
         error = Damaged(f"{address} cannot be read: {mistake}")
     saved.close()
     _raise_together(step, error, address)
+    step.each(_remake_tables)
     return saved
+
+
+@torch.no_grad()
+def _remake_tables(executor: Executor) -> None:
+    """What was made of buffers once, before they had these values."""
+    for name, value in tables(executor.program, executor.world, executor.parameters).items():
+        executor._tables[name].copy_(value)
+    executor._forward.clear()  # evaluation has tables of its own
 
 
 def _fill(step: Step, executor: Executor, saved: Saved, *, optimizer: bool) -> None:
@@ -214,9 +239,20 @@ def check_fits(step: Step, saved: Saved, *, optimizer: bool, cast: bool) -> None
         elif found[key].dtype != kind.dtype and not cast:
             wrong.append(f"{key} is {found[key].dtype} in it and {kind.dtype} in the run")
     wrong += [f"{key} {found[key].shape} is in it, but not in the run" for key in found if key not in named]
+    if optimizer:
+        wrong += _wrong_numbers(executor, saved.manifest.numbers)
     if wrong:
         more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ValueError(f"checkpoint {saved.address} does not fit:\n  " + "\n  ".join(wrong[:8]) + more)
+
+
+def _wrong_numbers(executor: Executor, numbers: Mapping[str, float]) -> list[str]:
+    """What does not fit of the numbers that some torch optimizers keep of each parameter."""
+    kept = getattr(executor.optimizer.config, "numbers", ()) if numbers.get("optimizer.step") else ()
+    wanted = {f"optimizer.{name}/{kind}" for name in executor.parameters.trained for kind in kept}
+    found = {key for key in numbers if key.startswith("optimizer.") and "/" in key}
+    missing = [f"the number {key} is not in it" for key in sorted(wanted - found)]
+    return missing + [f"the number {key} is in it, but not in the run" for key in sorted(found - wanted)]
 
 
 def _name(key: str, saved: Saved) -> str:
@@ -278,19 +314,37 @@ class _Slice:
         return found
 
 
+def find_resumed(resume: str, checkpoints: str | None) -> tuple[list[str], str]:
+    """What `find` finds for --resume: a run whose checkpoints are not in its folder has them where its setting `checkpoints` says."""
+    if checkpoints is not None and not Place(resume).exists(MANIFEST):
+        try:
+            return find(checkpoints)
+        except Damaged:
+            raise
+        except ValueError:  # it may have been set only now
+            pass
+    return find(resume)
+
+
 def find(address: str) -> tuple[list[str], str]:
     """Checkpoints at an address, newest first, and what is wrong with those that are damaged: of a run's folder, of a folder of
-    checkpoints, or the one that the address is. Raises ValueError if there is none."""
+    checkpoints, or the one that the address is. Raises ValueError if there is none.
+
+    In a folder that a run has taken over from another one, those of the other one are not looked at.
+    """
     place = Place(address)
-    if place.exists("phalanx.json"):
+    if place.exists(MANIFEST):
         return [place.address], ""
     root = place.at("checkpoints") if place.exists("checkpoints") else place
-    found = complete(root)
+    others = others_of(root)
+    found = [(name, manifest) for name, manifest in complete(root) if not is_among(manifest, others)]
     good = [f"{root.address}/{name}" for name, manifest in found if isinstance(manifest, Manifest)]
     bad = "\n".join(str(manifest) for _, manifest in found if not isinstance(manifest, Manifest))
     if not good and bad:
         raise Damaged(f"{address} has no checkpoint that is whole: {bad}")
     if not good:
         why = "it has only half-written ones" if root.folders() else "there is no such folder, or it is empty"
+        if foreign := [name for name, manifest in complete(root) if is_among(manifest, others)]:
+            why = f"those in it are of an earlier run there; to go on with that one, say which, as in --resume {root.address}/{foreign[0]}"
         raise ValueError(f"{address} has no checkpoint: {why}")
     return good, bad

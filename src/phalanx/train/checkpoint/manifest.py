@@ -21,6 +21,10 @@ METADATA = ".metadata"
 FORMAT = 1
 FOLDER = re.compile(r"step-(\d{8,})-[0-9a-f]{8,}$")
 OWNER = "owner.json"
+NO_DIGEST = "0" * 32
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of orders, from and to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,22 @@ class Manifest:
     format: int = field(default=FORMAT)
 
     def dumped(self) -> bytes:
-        content = asdict(self)
-        return json.dumps(content | {"digest": _digest(content)}, allow_nan=True).encode()
+        """As a file, with its hash in it: of its bytes with zeros in that place."""
+        content = json.dumps(asdict(self) | {"digest": NO_DIGEST}).encode()
+        return _with_digest(content, NO_DIGEST, hash_of(content))
+
+
+def others_of(root: Place) -> Ranges:
+    """The orders of checkpoints in a folder that the run which writes there now neither wrote nor went on from."""
+    try:
+        return tuple((int(first), int(last)) for first, last in json.loads(root.read(OWNER)).get("others", ()))
+    except (ValueError, TypeError, AttributeError):  # nobody's folder
+        return ()
+
+
+def is_among(manifest: Manifest | ValueError, others: Ranges) -> bool:
+    """Whether a checkpoint is of another run. Of one whose manifest is damaged nobody knows."""
+    return isinstance(manifest, Manifest) and any(first <= manifest.order <= last for first, last in others)
 
 
 def read_manifest(place: Place) -> Manifest:
@@ -57,12 +75,13 @@ def read_manifest(place: Place) -> Manifest:
     if not place.exists(MANIFEST):
         raise ValueError(f"{place.address} is no complete checkpoint: it has no {MANIFEST}")
     where = f"{place.address}/{MANIFEST}"
+    raw = place.read(MANIFEST)
     try:
-        content = json.loads(place.read(MANIFEST))
-        digest = content.pop("digest")
+        content = json.loads(raw)
+        digest = str(content.pop("digest"))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{where} is damaged: {error}") from None
-    if digest != _digest(content):
+    if digest != hash_of(_with_digest(raw, digest, NO_DIGEST)):
         raise Damaged(f"{where} is damaged: its content does not have the hash that it was written with")
     if content["format"] != FORMAT:
         raise ValueError(f"{where} has format {content['format']}; this version of Phalanx reads format {FORMAT}")
@@ -103,5 +122,6 @@ def _age(name: str, manifest: Manifest | ValueError) -> tuple[float, int]:
     return (float("inf"), int(match[1])) if isinstance(manifest, ValueError) else (manifest.order, manifest.step)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hash_of(json.dumps(content, sort_keys=True).encode())
+def _with_digest(content: bytes, old: str, new: str) -> bytes:
+    before, _, after = content.rpartition(old.encode())
+    return before + new.encode() + after

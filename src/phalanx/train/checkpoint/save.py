@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from phalanx.run.executor import Executor
 from phalanx.run.pieces import Kind, Piece, State, state_of
 from phalanx.run.step import Step
 from phalanx.train.checkpoint.blocks import HashedFiles, Place
-from phalanx.train.checkpoint.manifest import FOLDER, MANIFEST, METADATA, OWNER, Manifest, complete, hash_of
+from phalanx.train.checkpoint.manifest import FOLDER, MANIFEST, METADATA, OWNER, Manifest, complete, hash_of, others_of
 
 STRIP_BYTES = 1 << 20
 """A box with more than this is written in strips along its last dimension, so that a rank of a layout that splits that dimension
@@ -73,15 +74,27 @@ class Saving:
     """From the call to the end of what this process does for it."""
 
 
+class TakenOver(ValueError):
+    """Another run writes into the folder now."""
+
+
 class Checkpoints:
     """The checkpoints of one run in one folder. Every rank calls every method together, but `poll`.
 
     keep    newest ones that stay; 0 keeps all
+    begins  the address of the checkpoint that the run goes on from, or "" of a run that begins anew. What is there now and newer is
+            of other runs: `find` does not look at it any more, and it goes as newer ones come. None: it is all of this run
     told    called on rank 0, from the writing thread, with step, name and seconds when a checkpoint is complete
     """
 
     def __init__(
-        self, step: Step, address: str, *, keep: int = 0, told: Callable[[int, str, float], None] | None = None
+        self,
+        step: Step,
+        address: str,
+        *,
+        keep: int = 0,
+        begins: str | None = None,
+        told: Callable[[int, str, float], None] | None = None,
     ) -> None:
         self.step, self.place, self.keep = step, Place(address), keep
         self._told = told
@@ -96,7 +109,7 @@ class Checkpoints:
         nonce = torch.tensor(secrets.randbits(62) if self.is_first else 0)
         if self.is_first:
             try:
-                self._take_over(int(nonce))
+                self._take_over(int(nonce), begins)
             except ValueError as mistake:
                 error = mistake
         self._raise_together(error, f"{address} cannot hold checkpoints")
@@ -139,7 +152,7 @@ class Checkpoints:
         try:
             self._raise_together(now.error, f"checkpoint {now.name} was not written", before=lambda: self._give_up(now))
             now.thread.join()
-            self._raise_together(now.error, f"checkpoint {now.name} was not written")
+            self._raise_together(now.error, f"checkpoint {now.name} was not written", before=lambda: self._give_up(now))
         finally:
             now.given_up.set()
             now.thread.join()
@@ -191,14 +204,14 @@ class Checkpoints:
                 if self._told is not None and not now.given_up.is_set():
                     self._told(now.step, now.name, now.seconds)
         except Exception as error:  # noqa: BLE001 - raised by `wait` or `poll`, in the thread that can do something about it
-            now.error = error
+            now.error = self._cause(error)
         finally:
             now.written.set()
 
     def _copy(self, states: Sequence[State]) -> list[list[Tensor]]:
         """Copies of what is to be written, on the CPU, in memory that the next checkpoint uses again."""
         views = [[view for piece in state.writes for _, view in strips(piece)] for state in states]
-        if self._staging is None:
+        if self._staging is None or not _alike(self._staging, views):
             pinned = views[0][0].is_cuda if views and views[0] else False
             self._staging = [[torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in row] for row in views]
         for copies, row in zip(self._staging, views, strict=True):
@@ -244,27 +257,54 @@ class Checkpoints:
         place_above = self.place
         place_above.sync()
         if self.keep:
-            for name, _ in complete(place_above)[self.keep :]:
+            whole = [name for name, manifest in complete(place_above) if isinstance(manifest, Manifest)]
+            for name in whole[self.keep :]:
                 _remove(place_above, name)
 
     # The folder
 
-    def _take_over(self, nonce: int) -> None:
+    def _take_over(self, nonce: int, begins: str | None) -> None:
         """Make the folder this run's: from now on no other one completes a checkpoint in it. Removes what killed runs left."""
         self.place.make()
-        self.place.write(OWNER, json.dumps({"run": nonce, "host": platform.node(), "since": time.time()}).encode())
-        orders = [manifest.order for _, manifest in complete(self.place) if isinstance(manifest, Manifest)]
-        self._order = max(orders, default=0)
+        orders = {name: manifest.order for name, manifest in complete(self.place) if isinstance(manifest, Manifest)}
+        self._order = max(orders.values(), default=0)
+        first = self._order if begins is None else self._order_of(begins, orders)
+        others = others_of(self.place) if first else ()
+        if first < self._order:
+            others = (*others, (first + 1, self._order))
+        owner = {"run": nonce, "host": platform.node(), "since": time.time(), "others": others}
+        self.place.write(OWNER, json.dumps(owner).encode())
         for name in self.place.folders():
             if FOLDER.match(name) and not self.place.exists(f"{name}/{MANIFEST}"):
                 self.place.remove(name)
 
+    def _order_of(self, address: str, orders: Mapping[str, int]) -> int:
+        """That of a checkpoint in this folder; 0 of one elsewhere."""
+        name = PurePosixPath(address).name
+        return orders[name] if name in orders and Place(address).path == self.place.of(name) else 0
+
+    def _cause(self, error: Exception) -> Exception:
+        """Another run that takes the folder over removes what is not complete in it, of which any error may come."""
+        try:
+            self._check_owner()
+        except TakenOver as cause:
+            return cause
+        except ValueError:
+            pass
+        return error
+
     def _check_owner(self) -> None:
-        owner = json.loads(self.place.read(OWNER))
-        if owner["run"] != self._nonce:
+        try:
+            owner = json.loads(self.place.read(OWNER))
+            run, host = owner["run"], owner["host"]
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{self.place.address} was taken over by another run, on {owner['host']}: two runs cannot keep their checkpoints in one "
-                "folder. Give one of them another --out"
+                f"{self.place.address}/{OWNER}, which says whose checkpoints these are, cannot be read: {error}"
+            ) from None
+        if run != self._nonce:
+            raise TakenOver(
+                f"{self.place.address} was taken over by another run, on {host}: two runs cannot keep their checkpoints in one "
+                "folder. Give one of them another --out or --checkpoints"
             )
 
     def _add_unused(self, states: list[State]) -> None:
@@ -343,6 +383,11 @@ def strips(piece: Piece) -> list[tuple[tuple[int, ...], Tensor]]:
     return [
         ((*piece.offsets[:-1], piece.offsets[-1] + start), value.narrow(-1, start, step)) for start in range(0, width, step)
     ]
+
+
+def _alike(copies: Sequence[Sequence[Tensor]], views: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether copies fit: some optimizers keep nothing before their first update."""
+    return [[(x.shape, x.dtype) for x in row] for row in copies] == [[(x.shape, x.dtype) for x in row] for row in views]
 
 
 def part_name(rank: int) -> str:
