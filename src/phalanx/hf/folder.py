@@ -31,6 +31,12 @@ BESIDE_THE_WEIGHTS = (
 )  # fmt: skip
 """Files of a folder that say nothing of its weights and go with them wherever they go."""
 
+BESIDE_THE_FUNCTION = (
+    "architectures", "transformers_version", "_name_or_path", "dtype", "use_cache", "initializer_range", "bos_token_id", "eos_token_id",
+    "pad_token_id", "max_position_embeddings",
+)  # fmt: skip
+"""Settings of a config.json that say where a model comes from and how it is used."""
+
 
 class Folder:
     """A causal language model in a local folder.
@@ -93,6 +99,28 @@ class Folder:
         if any(missing):
             value = F.pad(value, [n for size in reversed(missing) for n in (0, size)])
         return value.to(world.device, dtype)
+
+    def check_holds(self, module: Any) -> None:
+        """Raise ValueError unless the folder has the tensors of this model of transformers and no others, tied where its are."""
+        groups = groups_of(module)
+        own = {name for names in groups for name in names}
+        extra = [f"{name} {places[0].shape}" for name, places in self._stored.items() if name not in own]
+        if extra:
+            raise ValueError(f"{self.path} has {_listed(extra)}, which {type(module).__name__} has not")
+        missing = [names[0] for names in groups if not any(name in self._stored for name in names)]
+        if missing:
+            raise ValueError(f"{self.path} lacks {_listed(missing)}, which {type(module).__name__} has")
+        for names in groups:
+            if len({self._stored[name] for name in names if name in self._stored}) > 1:
+                raise ValueError(
+                    f"{self.path} has {' and '.join(names)} apart, which are one tensor in {type(module).__name__}: "
+                    "set tie_word_embeddings to false in the config.json of the model"
+                )
+
+    def otherwise(self, config: Any) -> list[str]:
+        """Lines that say which settings another configuration has otherwise, of those that may decide which function a model is."""
+        names = (name for name in config.to_dict() if name not in BESIDE_THE_FUNCTION and "drop" not in name)
+        return differences(self.config, config, names)
 
     def _read(self, name: str, pieces: Sequence[Ranges]) -> Tensor:
         first, *others = self._stored[name]
@@ -189,6 +217,17 @@ def _settings_of(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(f"the config.json of {where} makes no model: {type(error).__name__}: {error}") from error
+
+
+def differences(there: Any, here: Any, names: Iterable[str]) -> list[str]:
+    """Lines that say which of these settings two configurations have otherwise; of two families, only that they are."""
+    theirs, ours = there.to_dict(), here.to_dict()
+    names = ("model_type",) if theirs["model_type"] != ours["model_type"] else names
+    return [
+        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} in the model"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
 
 
 def set_dropout(config: Any, dropout: float) -> None:

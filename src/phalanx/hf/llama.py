@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.comm.world import World
 from phalanx.derive.program import Parameter
-from phalanx.hf.folder import Folder
+from phalanx.hf.folder import Folder, differences
 
 HEAD = "lm_head."
 SAME = (
@@ -55,15 +55,10 @@ class LlamaFolder:
 
     def __init__(self, folder: Folder, sizes: Any) -> None:
         self.folder = folder
-        ours, theirs = hf_config(sizes, folder.config.max_position_embeddings).to_dict(), folder.config.to_dict()
-        wrong = [
-            f"{name} is {theirs.get(name)!r} there and {ours[name]!r} in the model"
-            for name in SAME
-            if theirs.get(name) != ours[name]
-        ]
+        wrong = differences(folder.config, hf_config(sizes, 1), SAME)
         if wrong:
             raise ValueError(
-                f"{folder.path} is of another model:\n  " + "\n  ".join(wrong) + f"\nto train that one, use --model hf:{folder.path}"
+                f"{folder.path} is of another model:\n  " + "\n  ".join(wrong) + f"\nto train that one: --model hf:{folder.path}"
             )
 
     def values(self, parameter: Parameter, world: World) -> Tensor:

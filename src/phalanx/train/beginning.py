@@ -5,18 +5,22 @@ Rank 0 looks for checkpoints and says what it has found, so that all ranks read 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.derive.program import Parameter
+from phalanx.hf import is_hf_model
 from phalanx.hf.folder import Folder
+from phalanx.hf.llama import LlamaFolder
+from phalanx.models.llama import Llama
 from phalanx.run.step import Step
 from phalanx.run.values import Values
 from phalanx.train.checkpoint import Damaged, Saved, find, load
@@ -55,11 +59,12 @@ class Beginning:
     addresses: tuple[str, ...] = ()
     note: str = ""
 
-    @property
-    def values(self) -> Values | None:
-        """What the step is built with: nothing is made that will be replaced."""
+    def values(self, module: nn.Module) -> Values | None:
+        """What the step of `module` is built with: nothing is made that will be replaced. Raises ValueError for a Hugging Face folder
+        of another model.
+        """
         if self.kind == "hf":
-            return Folder(self.addresses[0]).values
+            return folder_values(Folder(self.addresses[0]), module)
         return None if self.kind == "new" else nothing
 
     def fill(self, step: Step, config: TrainConfig, tell: Callable[[str], None]) -> Saved | None:
@@ -124,6 +129,23 @@ def _found(config: TrainConfig) -> tuple[str, list[str], str]:
         return "hf", [config.init_from], ""
     addresses, note = find(config.init_from)
     return "checkpoint", addresses, note
+
+
+def folder_values(folder: Folder, module: nn.Module) -> Values:
+    """The weights of a Hugging Face folder for this model. Raises ValueError if they are those of another one."""
+    if isinstance(module, Llama):
+        return LlamaFolder(folder, module.config).values
+    if not is_hf_model(module):
+        raise ValueError(
+            f"{folder.path} is a folder of Hugging Face's, whose {folder.config.model_type} is no {type(module).__name__}: "
+            "begin with the checkpoint of a run"
+        )
+    folder.check_holds(module)
+    if otherwise := folder.otherwise(module.config):
+        warnings.warn(
+            f"the weights of {folder.path} come to a model with other settings: {'; '.join(otherwise)}", UserWarning, stacklevel=2
+        )
+    return folder.values
 
 
 def is_hf_folder(path: Path) -> bool:

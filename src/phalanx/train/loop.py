@@ -92,7 +92,7 @@ class _Run:
         self.config, self.world, self.folder, self._console = config, world, folder, console
         start = beginning(config, world)
         module = deferred_init(model.factory)
-        self.step = parallel_step(config, world, model, module, start.values)
+        self.step = parallel_step(config, world, model, module, start.values(module))
         self.batches = Batches(config, model, self.step)
         stack.callback(self.batches.close)
         self.progress = Progress()

@@ -34,7 +34,7 @@ from phalanx.train.checkpoint.manifest import (
     read_manifest,
     verified,
 )
-from phalanx.train.checkpoint.save import first_failing, unused
+from phalanx.train.checkpoint.save import first_failing, part_of, unused
 from phalanx.train.config import TrainConfig, closest, from_text
 
 GATHERED_BYTES = 1 << 16
@@ -55,11 +55,6 @@ class Saved:
         # DCP's own format; what is unpickled is what was written.
         self._metadata = cast(Metadata, pickle.loads(content))
         self._files: dict[str, VerifiedFile] = {}
-        self._hashes: dict[str, tuple[int, str]] = {}
-        for part in self.manifest.parts:
-            described = json.loads(verified(self.place, self.manifest, part))
-            self._hashes.update((name, (row["bytes"], row["blocks"])) for name, row in described["files"].items())
-
     @property
     def address(self) -> str:
         return self.place.address
@@ -142,9 +137,11 @@ class Saved:
 
     def _file(self, name: str) -> VerifiedFile:
         if name not in self._files:
-            size, blocks = self._hashes[name]
+            # Of a thousand ranks' parts a rank reads those of the files that it needs.
+            part = json.loads(verified(self.place, self.manifest, part_of(name)))["files"][name]
+            blocks = part["blocks"]
             digests = [int(blocks[k : k + 16], 16) for k in range(0, len(blocks), 16)]
-            self._files[name] = VerifiedFile(self.place, name, size, digests)
+            self._files[name] = VerifiedFile(self.place, name, part["bytes"], digests)
         return self._files[name]
 
     def close(self) -> None:

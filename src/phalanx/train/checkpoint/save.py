@@ -15,8 +15,8 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import PurePosixPath
@@ -64,6 +64,8 @@ class Saving:
     numbers: Mapping[str, float]
     states: Sequence[State]
     """Of the ranks of this process."""
+    updated: torch.cuda.Event | None = None
+    """On a GPU: when the last update has been made."""
     copied: threading.Event = field(default_factory=threading.Event)
     written: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
@@ -130,6 +132,8 @@ class Checkpoints:
         states = [state_of(e.parameters, e.optimizer, self.step.names) for e in self.step.executors]
         self._add_unused(states)
         now = Saving(name, number, self._order, dict(facts), numbers_of(self.step.executors[0]), states)
+        if self.step.executors[0].world.device.type == "cuda":
+            now.updated = torch.cuda.current_stream().record_event()
         for executor in self.step.executors:
             executor.reading = now.copied
         now.thread = threading.Thread(target=self._run, args=(now, began), name="phx-checkpoint", daemon=True)
@@ -190,7 +194,7 @@ class Checkpoints:
         place = self.place.at(now.name)
         try:
             try:
-                staged = self._copy(now.states)
+                staged = self._copy(now)
             finally:
                 now.copied.set()
             with place.told(""):
@@ -208,17 +212,16 @@ class Checkpoints:
         finally:
             now.written.set()
 
-    def _copy(self, states: Sequence[State]) -> list[list[Tensor]]:
+    def _copy(self, now: Saving) -> list[list[Tensor]]:
         """Copies of what is to be written, on the CPU, in memory that the next checkpoint uses again."""
-        views = [[view for piece in state.writes for _, view in strips(piece)] for state in states]
+        views = [[view for piece in state.writes for _, view in strips(piece)] for state in now.states]
         if self._staging is None or not _alike(self._staging, views):
             pinned = views[0][0].is_cuda if views and views[0] else False
             self._staging = [[torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in row] for row in views]
-        for copies, row in zip(self._staging, views, strict=True):
-            for copy, view in zip(copies, row, strict=True):
-                copy.copy_(view, non_blocking=True)
-        if any(view.is_cuda for row in views for view in row):
-            torch.cuda.synchronize()
+        with _after(now.updated):
+            for copies, row in zip(self._staging, views, strict=True):
+                for copy, view in zip(copies, row, strict=True):
+                    copy.copy_(view, non_blocking=True)
         return self._staging
 
     def _commit(self, place: Place, now: Saving) -> None:
@@ -394,8 +397,26 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
+def part_of(file: str) -> str:
+    """The part that has the hashes of a file of tensors, __3_0.distcp for example."""
+    return part_name(int(file.removeprefix("__").partition("_")[0]))
+
+
 def versions() -> dict[str, str]:
     return {"phalanx": version("phalanx"), "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+@contextmanager
+def _after(updated: torch.cuda.Event | None) -> Iterator[None]:
+    """Copies in it wait for the update, on a stream of their own beside what computes, and are made when it ends."""
+    if updated is None:
+        yield
+        return
+    stream = torch.cuda.Stream(updated.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(updated.device), torch.cuda.stream(stream):
+        stream.wait_event(updated)
+        yield
+        stream.synchronize()
 
 
 class _Staged(DefaultSavePlanner):
