@@ -12,7 +12,7 @@ from phalanx.comm.collectives import PAIRS
 
 ROOT = Path(__file__).parents[1]
 DESIGN = (ROOT / "docs" / "design.md").read_text()
-PATH = re.compile(r"`((?:src/phalanx|comm|derive|schedule|run|train|cli|plan|tests)/[\w/]+(?:\.py)?|hf\.py)`")
+PATH = re.compile(r"`((?:src/phalanx|comm|derive|schedule|run|train|hf|cli|plan|tests)/[\w/]+(?:\.py)?)`")
 PLANNED = {"plan"}
 """Rooms that the page names as missing."""
 

@@ -1,4 +1,4 @@
-"""docs/schedules.md and docs/memory.md are true: each runs from top to bottom and prints what it shows; their formulas are the code's."""
+"""Pages of docs are true: each runs from top to bottom and prints what it shows; formulas are the code's; what is named exists."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from phalanx.schedule.study import study
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SESSIONS = ("schedules", "memory", "checkpoints", "runs", "faults", "huggingface")
+"""Each is one session of Python and commands."""
 SLOW = "--model llama-8b"
 """A command that takes some ten seconds runs nightly, by itself."""
 
@@ -54,7 +56,7 @@ def run(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:replicated, since no name matches")
-@pytest.mark.parametrize("page", ["schedules", "memory", "runs", "faults"])
+@pytest.mark.parametrize("page", SESSIONS)
 def test_a_page_prints_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +77,7 @@ def test_a_page_prints_what_it_says(
 
 @pytest.mark.nightly
 def test_what_takes_longer_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    every = [block for page in ("schedules", "memory", "runs", "faults") for _, block in BLOCK.findall((DOCS / f"{page}.md").read_text())]
+    every = [block for page in SESSIONS for _, block in BLOCK.findall((DOCS / f"{page}.md").read_text())]
     slow = [each for block in every for each in commands(block) if SLOW in each[0]]
     assert slow
     for command, said in slow:
@@ -118,7 +120,7 @@ def test_the_tables_of_memory_say_what_the_page_counts(precision: str, kinds: st
         assert f"\n{precision} {zero} {said}\n" in page("memory")
 
 
-@pytest.mark.parametrize("name", ["schedules", "memory", "guide", "data", "runs", "faults", "huggingface", "launching"])
+@pytest.mark.parametrize("name", [*SESSIONS, "guide", "data", "launching"])
 def test_what_is_named_exists(name: str) -> None:
     """Links with their headings, files, and the modules that are to be run."""
     for link, anchor in re.findall(r"\]\(([\w./]+\.md)#([\w-]+)\)", page(name)):

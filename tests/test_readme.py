@@ -1,4 +1,4 @@
-"""What README, guide and the page on communication show is true: Python runs and prints what they say, commands parse, links exist."""
+"""What README, guide and the page on communication show is true: Python runs and prints what they say. Commands of all pages parse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 import tyro
 
-from phalanx.cli import COMMANDS, explain, main, options, schedule, train, verify
+from phalanx.cli import COMMANDS, explain, main, options, train, verify
 from phalanx.comm import shm
 from phalanx.train.config import TrainConfig
 
@@ -27,6 +27,9 @@ LECTURE = (ROOT / "examples" / "lecture" / "README.md").read_text()
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text()
 MEMORY = (ROOT / "docs" / "memory.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+OF_A_RUN = "".join(
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoints", "data", "faults", "huggingface", "runs")
+)
 PYTHON = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 COMMAND = re.compile(r"^ +(?:\.venv/bin/)?phalanx ([^#\n]+)", re.MULTILINE)
 
@@ -128,15 +131,18 @@ def test_its_commands_print_what_it_shows(
         rest = rest.partition(words)[2] if words else rest
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(COMMAND.findall(README + GUIDE + COMMUNICATION + SCHEDULES + MEMORY + LECTURE)))
+@pytest.mark.parametrize(
+    "line", dict.fromkeys(COMMAND.findall(README + GUIDE + COMMUNICATION + SCHEDULES + MEMORY + OF_A_RUN + LECTURE))
+)
 def test_commands_are_understood(line: str) -> None:
     name, *args = shlex.split(line)
     assert name in COMMANDS
-    if name in ("bench", "doctor", "show"):
-        home = "phalanx.cli.show" if name == "show" else f"phalanx.cli.{name}.{args.pop(0)}"
-        tyro.cli(importlib.import_module(home).Options, args=args)
-    if name == "schedule":
-        tyro.cli(schedule.Options, args=args)
+    if name in ("bench", "data", "doctor"):
+        tyro.cli(importlib.import_module(f"phalanx.cli.{name}.{args.pop(0)}").Options, args=args)
+    if name in ("export", "runs", "schedule", "show"):
+        tyro.cli(importlib.import_module(f"phalanx.cli.{name}").Options, args=args)
+    if name == "launch":  # prints a recipe, which tests/launch looks at
+        assert main([name, *args]) == 0
     rooms: dict[str, Any] = {
         "train": (train, TrainConfig),
         "verify": (verify, verify.Verified),
@@ -151,11 +157,17 @@ def test_commands_are_understood(line: str) -> None:
 @pytest.mark.parametrize(
     "page",
     ["README.md", "CONTRIBUTING.md", "examples/lecture/README.md"]
-    + [f"docs/{name}.md" for name in ("guide", "schedules", "memory", "communication")],
+    + [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))],
 )
 def test_links_exist(page: str) -> None:
     for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / link).exists(), link
+
+
+def test_every_page_is_listed() -> None:
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == set(
+        re.findall(r"^- \[docs/([\w.]+)\]", README, re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("text", [README, CONTRIBUTING])
@@ -167,7 +179,7 @@ def test_make_targets_exist(text: str) -> None:
 
 
 def test_rooms_that_are_named_exist() -> None:
-    for path in set(re.findall(r"`(src/phalanx/[\w./]+|(?:comm|derive|run|train)/[\w]+\.py|tests/[\w./]*)`", CONTRIBUTING)):
+    for path in set(re.findall(r"`(src/phalanx/[\w./]+|(?:comm|derive|run|train|hf)/[\w/]+\.py|tests/[\w./]*)`", CONTRIBUTING)):
         full = path if path.startswith(("src", "tests")) else f"src/phalanx/{path}"
         assert (ROOT / full).exists(), path
 

@@ -44,7 +44,8 @@ def exit_code(*args: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("command", "choice"), [("bench", "collectives"), ("bench", "hardware"), ("bench", "peers"), ("doctor", "links")]
+    ("command", "choice"),
+    [("bench", "collectives"), ("bench", "hardware"), ("bench", "peers"), ("data", "pack"), ("doctor", "links")],
 )
 def test_help_of_a_sub_command(command: str, choice: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(command, choice, "--help") == 0

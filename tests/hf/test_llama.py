@@ -27,7 +27,7 @@ from phalanx.train.models import build
 
 pytest.importorskip("transformers")
 
-from tests.hf.folders import saved  # noqa: E402 - needs transformers
+from tests.hf.folders import saved
 
 CONFIG = TrainConfig(model="llama-tiny", mesh="dp=2,tp=2", batch=4, seq=16, steps=2)
 
@@ -78,7 +78,13 @@ def test_tied_weights_come_by_either_name(tmp_path: Path) -> None:
     values = LlamaFolder(Folder(tmp_path / "in"), sizes).values
     with phx.local(phx.Mesh(tp=2), timeout=60) as world:
         step = phx.parallelize(
-            model, world, names=rules.table_for(model, example), layout={"vocab": "tp"}, loss=loss, example=example, values=values
+            model,
+            world,
+            names=rules.table_for(model, example),
+            layout={"vocab": "tp"},
+            loss=loss,
+            example=example,
+            values=values,
         )
         found = step.state_dict()
     assert torch.equal(found["lm_head.weight"], folder.lm_head.weight)
@@ -97,7 +103,10 @@ def test_tied_weights_come_by_either_name(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias is True there and False in the model"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' there and 'silu' in the model"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, r"'rope_theta': 500000.0, .* there and .*10000.0"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, r"rope_parameters is .*linear.* there"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            r"rope_parameters is .*linear.* there",
+        ),
     ],
 )
 def test_another_llama_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from phalanx.run import pieces
 from phalanx.run.pieces import Piece
 from phalanx.run.step import Step
 from phalanx.train import models
-from phalanx.train.checkpoint import Checkpoints, Saved, find, save
+from phalanx.train.checkpoint import Checkpoints, Saved, find, part
 
 STOP, END = 3, 8
 """Steps of the first run, and of both."""
@@ -279,5 +279,5 @@ def losses_of(step: Step, chosen: Subject, numbers: range) -> list[float]:
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done to large tensors is done to these: all ranks that hold copies write a part, in strips."""
     monkeypatch.setattr(pieces, "SHARED_BYTES", 64)
-    monkeypatch.setattr(save, "STRIP_BYTES", 256)
-    monkeypatch.setattr(save, "ROW_BYTES", 16)
+    monkeypatch.setattr(part, "STRIP_BYTES", 256)
+    monkeypatch.setattr(part, "ROW_BYTES", 16)

@@ -234,7 +234,9 @@ def test_signals(name: str, tmp_path: Path) -> None:
     stopped = Saved(find(str(out))[0][0]).step
     assert stopped == len(lines(out / "metrics.jsonl"))
     assert step in (None, stopped)
-    Command(tmp_path, ["--resume", str(out), "--steps", str(stopped + 5)], []).ends(0)
+    # Ranks that are started again know the settings of the run that --resume names.
+    again = Command(tmp_path, ["--resume", str(out), "--steps", str(stopped + 5)], [moment("metrics", 0, rank=1, call=2)])
+    assert "(restart 1 of 3)" in again.ends(0, blows=1)[1]
     assert_same_run(out, undisturbed(out, tmp_path / "other"))
 
 

@@ -25,6 +25,7 @@ from phalanx.cli.options import defaults
 from phalanx.comm.local import local
 from phalanx.train.batches import Batches
 from phalanx.train.checkpoint import Saved, find
+from phalanx.train.checkpoint.blocks import Place
 from phalanx.train.checkpoint.save import Checkpoints
 from phalanx.train.config import TrainConfig
 from phalanx.train.loop import Summary, train
@@ -281,6 +282,22 @@ def test_of_two_runs_with_one_place_for_checkpoints_the_older_one_stops() -> Non
     assert newest("shared").step == 5
     with pytest.raises(ValueError, match="is of a run with seed 1, which --resume goes on with"):
         phalanx_train("--resume first")
+
+
+def test_a_run_that_is_taken_over_while_it_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is gone from under its hands; that is not what a person is told."""
+    make, others = Place.make, iter([f"{MLP} --steps 1 --checkpoints shared --out second"])
+
+    def makes_and_waits(place: Place) -> None:
+        make(place)
+        if place.name().startswith("step-") and (args := next(others, "")):
+            phalanx_train(args)
+
+    monkeypatch.setattr(Place, "make", makes_and_waits)
+    with pytest.raises(ValueError, match="taken over by another run"):
+        phalanx_train(f"{MLP} --steps 2 --checkpoint-every 1 --checkpoints shared --out first")
+    assert [Saved(address).step for address in find("shared")[0]] == [1]
+    assert [path.name for path in Path("shared").iterdir() if path.is_dir()] == [Path(find("shared")[0][0]).name]
 
 
 @contextmanager

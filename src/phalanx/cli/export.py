@@ -65,6 +65,9 @@ def main(args: list[str]) -> int:
         source=source,
         overwrite=options.overwrite,
     )
+    kind, _, where = saved.config.model.partition(":")
+    if source is None and kind == "hf":
+        print(f"phalanx: warning: {where} is not there, so its tokenizer files do not come along", file=sys.stderr)
     print(f"step {saved.step} of {saved.config.model} is in {options.out}: {', '.join(files)}")
     print(f"load it with AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
     return 0

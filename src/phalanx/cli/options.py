@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -25,14 +26,47 @@ def defaults(args: list[str], otherwise: Config) -> Config:
 
     A key that the file leaves out has the value that it has in `otherwise`; --resume of a run begins with the settings of that run.
     """
+    for name in ("--config", "--resume", "--out"):
+        if _option(args, name) == "":
+            raise ValueError(
+                f"{name} is empty, as a variable of the shell is that nobody has set: name a path, or leave it out"
+            )
     resumed, file = _option(args, "--resume"), _option(args, "--config")
     if resumed is not None and resumed not in ("auto", "None"):
         folder = run_of(Path(resumed))
         if folder is not None:
-            otherwise = dataclasses.replace(
-                load(folder / "config.yaml", otherwise), out=folder, init_from=None, init_optimizer="fresh"
-            )
+            before = found_from_here(load(folder / "config.yaml", otherwise), started_in(folder))
+            otherwise = dataclasses.replace(before, out=folder, init_from=None, init_optimizer="fresh")
     return otherwise if file is None else load(Path(file), otherwise)
+
+
+def started_in(folder: Path) -> Path:
+    """The working directory of the run whose folder this is; the present one if that is not known."""
+    try:
+        return Path(json.loads((folder / "environment.json").read_bytes())["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Path()
+
+
+def found_from_here(config: Config, there: Path) -> Config:
+    """The settings of a run that was started in `there`: a relative path to what is there, and not here, leads there."""
+
+    def path(text: str) -> str:
+        return str(there / text) if text and not Path(text).exists() and (there / text).exists() else text
+
+    def source(text: str) -> str:
+        name, equals, weight = text.rpartition("=")
+        return f"{path(name)}={weight}" if equals and not (there / text).exists() else path(text)
+
+    kind, colon, rest = config.model.partition(":")
+    return dataclasses.replace(
+        config,
+        model=f"hf:{path(rest)}" if colon and kind == "hf" else config.model,
+        data=tuple(map(source, config.data)),
+        checkpoints=None if config.checkpoints is None else path(config.checkpoints),
+        balance=None if config.balance is None else Path(path(str(config.balance))),
+        profile=None if config.profile is None else Path(path(str(config.profile))),
+    )
 
 
 def run_of(path: Path) -> Path | None:

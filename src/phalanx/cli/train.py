@@ -32,6 +32,8 @@ class Options:
 def main(args: list[str]) -> int:
     options = tyro.cli(Options, args=args, default=Options(run=defaults(args, TrainConfig())), prog="phalanx train")
     config = options.run
+    if not config.data and any(word.partition("=")[0] == "--data" for word in args):
+        raise ValueError("--data names nothing: name text files, folders of them or token folders, or leave it out")
     config.check()
     mesh = config.parsed_mesh()
 
@@ -102,7 +104,8 @@ def tell_restart(failure: RankFailure, attempt: int, restarts: int, folder: RunF
 def check_files(config: TrainConfig) -> None:
     """What needs no model is refused here, at once, rather than by every rank after it has started."""
     from phalanx.schedule.measured import read as read_trace
-    from phalanx.train.checkpoint.load import find_resumed
+    from phalanx.train.beginning import is_hf_folder
+    from phalanx.train.checkpoint.load import find, find_resumed
     from phalanx.train.data.source import open_sources
     from phalanx.train.wires import measured_wires
 
@@ -114,6 +117,8 @@ def check_files(config: TrainConfig) -> None:
         measured_wires(config.profile)
     if config.resume is not None and config.resume != "auto":
         find_resumed(config.resume, config.checkpoints)
+    if config.init_from is not None and config.resume is None and not is_hf_folder(Path(config.init_from)):
+        find(config.init_from)
 
 
 def join(config: TrainConfig, *, is_first: bool) -> int:

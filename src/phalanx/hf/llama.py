@@ -58,7 +58,9 @@ class LlamaFolder:
         wrong = differences(folder.config, hf_config(sizes, 1), SAME)
         if wrong:
             raise ValueError(
-                f"{folder.path} is of another model:\n  " + "\n  ".join(wrong) + f"\nto train that one: --model hf:{folder.path}"
+                f"{folder.path} is of another model:\n  "
+                + "\n  ".join(wrong)
+                + f"\nto train that one: --model hf:{folder.path}"
             )
 
     def values(self, parameter: Parameter, world: World) -> Tensor:

@@ -131,6 +131,13 @@ class Executor:
         """Continue at a step number, after a checkpoint."""
         self._step = step
 
+    @torch.no_grad()
+    def reloaded(self) -> None:
+        """Weights and buffers have new values: make anew what was made of them once. Collective."""
+        for name, value in tables(self.program, self.world, self.parameters).items():
+            self._tables[name].copy_(value)
+        self._forward.clear()  # evaluation has tables of its own
+
     def settle(self) -> None:
         """Complete the update of the last step, which `late` may have left open. Collective."""
 

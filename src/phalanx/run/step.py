@@ -265,6 +265,7 @@ class Step:
 
         def load(executor: Executor) -> None:
             executor.parameters.load_state_dict(state)
+            executor.reloaded()
 
         self.each(load)
 
@@ -337,7 +338,7 @@ def _unused(model: nn.Module, name: str, own: Tensor, seed: int, world: World, v
     if values is not None:
         return values(Parameter(name, tuple(own.shape), own.dtype, Spec.replicated(own.dim())), world)
     if not own.is_meta:
-        return own.detach()
+        return own.detach().clone()  # the module is the user's, and so are its tensors
     return initial_shard(model, name, Spec.replicated(own.dim()), Mesh(), 0, seed)
 
 

@@ -5,6 +5,7 @@ Rank 0 looks for checkpoints and says what it has found, so that all ranks read 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -126,6 +127,10 @@ def _found(config: TrainConfig) -> tuple[str, list[str], str]:
     if config.init_from is None:
         return "new", [""], ""
     if is_hf_folder(Path(config.init_from)):
+        if config.init_optimizer == "kept":
+            raise ValueError(
+                f"init_optimizer is kept, but {config.init_from} is a Hugging Face folder, which has no optimizer's state"
+            )
         return "hf", [config.init_from], ""
     addresses, note = find(config.init_from)
     return "checkpoint", addresses, note
@@ -143,7 +148,9 @@ def folder_values(folder: Folder, module: nn.Module) -> Values:
     folder.check_holds(module)
     if otherwise := folder.otherwise(module.config):
         warnings.warn(
-            f"the weights of {folder.path} come to a model with other settings: {'; '.join(otherwise)}", UserWarning, stacklevel=2
+            f"the weights of {folder.path} come to a model with other settings: {'; '.join(otherwise)}",
+            UserWarning,
+            stacklevel=2,
         )
     return folder.values
 
@@ -163,7 +170,7 @@ def check_settings(config: TrainConfig, address: str, manifest: Manifest) -> Non
     before = config_of(address, manifest)
     for field in fields(config):
         was, now = getattr(before, field.name), getattr(config, field.name)
-        if field.name in SAME and was != now:
+        if field.name in SAME and was != now and not (field.name == "model" and is_moved(now, manifest)):
             raise ValueError(
                 f"{address} is of a run with {field.name} {was!r}, which --resume goes on with; to begin a new run with {now!r} "
                 "from its weights, use --init-from"
@@ -172,6 +179,12 @@ def check_settings(config: TrainConfig, address: str, manifest: Manifest) -> Non
         raise ValueError(
             f"the run has taken all its {manifest.step} steps; ask for more with --steps, or train on other data with --init-from"
         )
+
+
+def is_moved(model: str, manifest: Manifest) -> bool:
+    """Whether a model is the Hugging Face folder that a run was started with, under another path."""
+    before, here = manifest.facts.get("hf_config"), Path(model.removeprefix("hf:")) / "config.json"
+    return model.startswith("hf:") and before is not None and here.is_file() and bool(json.loads(here.read_bytes()) == before)
 
 
 def check_same_data(saved: Saved, fingerprint: str) -> None:

@@ -236,6 +236,15 @@ class TrainConfig:
             raise ValueError("init_optimizer is kept, but without init_from there is none to keep")
         if not self.spike_factor > 0:
             raise ValueError(f"spike_factor is {self.spike_factor}; it is above 0")
+        if self.spike_factor != TrainConfig.spike_factor and self.on_spike == "ignore":
+            raise ValueError(
+                f"spike_factor is {self.spike_factor}, but on_spike is ignore: say what is to be done with a spike"
+            )
+        for name in ("init_from", "checkpoints"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty: name a path, or leave it out")
+        if any(not source.strip() for source in self.data):
+            raise ValueError("data has an empty name in it: name text files, folders of them or token folders, or leave it out")
         for name in ("on_non_finite", "on_spike"):
             value = getattr(self, name)
             if value == "rewind" and not every:
@@ -310,9 +319,12 @@ def load(path: Path, otherwise: Config) -> Config:
     Unknown keys and values of the wrong kind raise ValueError with the file, the key and the closest match.
     """
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
+    except OSError as error:
+        inside = "; name a file, such as config.yaml in it" * (path / "config.yaml").is_file()
+        raise ValueError(f"cannot read the configuration {path}: {error.strerror}{inside}") from None
     if content is None:
         content = {}
     if not isinstance(content, Mapping):
@@ -332,7 +344,7 @@ def from_text(text: str, where: str) -> TrainConfig:
 
 def dump(config: TrainConfig) -> str:
     """The configuration as YAML that `load` reads back equal."""
-    return yaml.safe_dump(_plain(config), sort_keys=False)
+    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def closest(word: str, known: Iterable[str]) -> str:

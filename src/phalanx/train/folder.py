@@ -129,6 +129,11 @@ class RunFolder:
             return False
         return False
 
+    def steps(self) -> int:
+        """The last step that metrics.jsonl tells of; 0 if there is none."""
+        rows = read_lines(self.metrics).rows if self.metrics.exists() else []
+        return max((row["step"] for row in rows if is_count(row.get("step"))), default=0)
+
     def write_config(self, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """Write config.yaml: what a new run of the same settings is made from, so without --out and --resume.
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from os import environ
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -117,17 +118,21 @@ class _Run:
             for executor, guard in zip(self.step.executors, self.guards, strict=True):
                 executor.judge = lambda loss, norm, guard=guard: self._judge(guard, loss, norm)
         self.checkpoints: Checkpoints | None = None
-        if config.checkpoint_every != 0:
-            place = config.checkpoints or (str(folder.checkpoints) if folder is not None else "")
-            self.checkpoints = Checkpoints(
+        place = config.checkpoints or ("" if folder is None else folder.checkpoints)
+        if config.checkpoint_every == 0 and (resumed is not None or not Path(place).is_dir()):
+            place = ""
+        if place := self._agreed(place):
+            mine = Checkpoints(
                 self.step,
-                self._agreed(place),
+                place,
                 keep=config.keep,
                 begins="" if resumed is None else resumed.address,
                 told=self._checkpoint_is_complete,
             )
+            # A run that keeps none takes the folder over all the same: those in it are not its own.
+            self.checkpoints = mine if config.checkpoint_every != 0 else None
         # After the checkpoints are this run's: killed in between, it does not take those of another run for its own.
-        self._begin_folder(start.kind, saved)
+        self._begin_folder(start, saved)
 
     def train(self, request: Request) -> Summary:
         config, step = self.config, self.step
@@ -272,26 +277,33 @@ class _Run:
 
     # The run folder
 
-    def _begin_folder(self, kind: str, saved: Saved | None) -> None:
+    def _begin_folder(self, start: Beginning, saved: Saved | None) -> None:
         folder, config = self.folder, self.config
         if folder is None:
             return
+        if start.kind != "resume" and (before := folder.steps()):
+            self.tell(
+                f"WARNING: {folder.path} has a run of {before} steps: its metrics are replaced now, and checkpoints of it that are "
+                "there go as new ones come"
+            )
         changed = folder.write_config(config)
         launcher = launch_from(environ)
         folder.write_environment(
             describe(argv=sys.argv, env=environ, mesh=config.mesh, launcher=None if launcher is None else launcher.launcher)
         )
-        if kind == "resume":
+        if start.kind == "resume":
             assert saved is not None
             folder.rewind(saved.step, why="the run goes on from there")
             settings = {name: list(values) for name, values in changed.items()}
             self._event("resume", saved.step, checkpoint=saved.address, changed=settings)
-            what = "".join(f", {name} {was} → {now}" for name, (was, now) in changed.items())
+            what = "".join(f", {name} {_said(was)} → {_said(now)}" for name, (was, now) in changed.items())
             self.tell(f"going on after step {saved.step} of {saved.address}{what}")
         else:
-            self._event("start", 0, **({} if saved is None else {"weights": saved.address}))
-            if saved is not None:
-                self.tell(f"beginning with the weights of {saved.address}, after its step {saved.step}")
+            weights = start.addresses[0] if saved is None and start.kind == "hf" else None if saved is None else saved.address
+            self._event("start", 0, **({} if weights is None else {"weights": weights}))
+            if weights is not None:
+                after = "" if saved is None else f", after its step {saved.step}"
+                self.tell(f"beginning with the weights of {weights}{after}")
 
     def _event(self, kind: str, number: int, **facts: Any) -> None:
         if self.folder is not None:
@@ -302,20 +314,24 @@ class _Run:
         if summary.stopped is not None:
             self._event("signal", number, signal=summary.stopped)
             again = (
-                f"`phalanx train --resume {summary.folder}` goes on"
+                f"`phalanx train --resume {quote(str(summary.folder))}` goes on"
                 if self.checkpoints is not None
                 else "no checkpoint was asked for"
             )
             self.tell(f"stopped after step {number} of {self.config.steps}, as asked by a signal; {again}")
         self._event("end", number, **({"why": "signal"} if summary.stopped is not None else {}))
         if self.config.trace is not None and summary.stopped is None:
-            self.tell(f"step {self.config.trace} is recorded; `phalanx schedule --run {summary.folder}` shows it")
-        for line in closing_lines(summary, self.config.steps):
+            self.tell(f"step {self.config.trace} is recorded; `phalanx schedule --run {quote(str(summary.folder))}` shows it")
+        for line in closing_lines(summary, summary.last.step - summary.first.step + 1):
             self.tell(line)
 
     def tell(self, line: str) -> None:
         if self._console is not None:
             tell(self._console, line)
+
+
+def _said(value: Any) -> str:
+    return "none" if value in (None, "", []) else str(value)
 
 
 def metrics(number: int, out: Out, seconds: float) -> StepMetrics:

@@ -117,6 +117,8 @@ def _hint(error: OSError) -> str:
         errno.ENOSPC: "; free some space, or keep fewer checkpoints (--keep)",
         errno.EROFS: "; choose a folder that can be written to, with --checkpoints or --out",
         errno.EACCES: "; choose a folder that can be written to, with --checkpoints or --out",
+        errno.EEXIST: ", and is no folder; choose another name with --checkpoints",
+        errno.ENOTDIR: "; choose a folder, with --checkpoints or --out",
     }
     return hints.get(error.errno or 0, "")
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from phalanx.run.bind import tables
 from phalanx.run.executor import Executor
 from phalanx.run.pieces import Kind, Piece, kinds_of, state_of
 from phalanx.run.step import Step
@@ -34,7 +33,8 @@ from phalanx.train.checkpoint.manifest import (
     read_manifest,
     verified,
 )
-from phalanx.train.checkpoint.save import first_failing, part_of, unused
+from phalanx.train.checkpoint.part import part_of
+from phalanx.train.checkpoint.save import first_failing, unused
 from phalanx.train.config import TrainConfig, closest, from_text
 
 GATHERED_BYTES = 1 << 16
@@ -55,6 +55,7 @@ class Saved:
         # DCP's own format; what is unpickled is what was written.
         self._metadata = cast(Metadata, pickle.loads(content))
         self._files: dict[str, VerifiedFile] = {}
+
     @property
     def address(self) -> str:
         return self.place.address
@@ -175,7 +176,6 @@ def load(step: Step, address: str, *, optimizer: bool = True, cast: bool = False
     # Every rank has looked at the same small files: what is wrong with them is wrong for all.
     _raise_together(step, error, address)
     assert saved is not None
-    step.unused = {name: x.clone() for name, x in step.unused.items()}  # these are the user's own tensors
     try:
         for executor in step.executors:
             _fill(step, executor, saved, optimizer=optimizer)
@@ -185,16 +185,8 @@ def load(step: Step, address: str, *, optimizer: bool = True, cast: bool = False
         error = Damaged(f"{address} cannot be read: {mistake}")
     saved.close()
     _raise_together(step, error, address)
-    step.each(_remake_tables)
+    step.each(Executor.reloaded)
     return saved
-
-
-@torch.no_grad()
-def _remake_tables(executor: Executor) -> None:
-    """What was made of buffers once, before they had these values."""
-    for name, value in tables(executor.program, executor.world, executor.parameters).items():
-        executor._tables[name].copy_(value)
-    executor._forward.clear()  # evaluation has tables of its own
 
 
 def _fill(step: Step, executor: Executor, saved: Saved, *, optimizer: bool) -> None:

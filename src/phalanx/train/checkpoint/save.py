@@ -10,7 +10,6 @@ No rank waits for another one's disk before its own next checkpoint. What a kill
 from __future__ import annotations
 
 import json
-import math
 import platform
 import secrets
 import threading
@@ -24,30 +23,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from phalanx.run.executor import Executor
 from phalanx.run.pieces import Kind, Piece, State, state_of
 from phalanx.run.step import Step
-from phalanx.train.checkpoint.blocks import HashedFiles, Place
+from phalanx.train.checkpoint.blocks import Place
 from phalanx.train.checkpoint.manifest import FOLDER, MANIFEST, METADATA, OWNER, Manifest, complete, hash_of, others_of
+from phalanx.train.checkpoint.part import dcp_writer, metadata_of, part_name, strips, write_part
 
-STRIP_BYTES = 1 << 20
-"""A box with more than this is written in strips along its last dimension, so that a rank of a layout that splits that dimension
-otherwise reads little of what it does not need."""
-STRIPS = 8
-ROW_BYTES = 1 << 10
-"""A strip has at least so much of each row."""
 POLL_SECONDS = 0.02
 
 T = TypeVar("T")
@@ -200,7 +183,7 @@ class Checkpoints:
             with place.told(""):
                 place.make()
                 for executor, state, tensors in zip(self.step.executors, now.states, staged, strict=True):
-                    _write_part(place, executor.world.rank, state, tensors)
+                    write_part(place, executor.world.rank, state, tensors)
             now.written.set()
             if self.is_first:
                 self._commit(place, now)
@@ -237,8 +220,8 @@ class Checkpoints:
         contents = {part_name(rank): place.read(part_name(rank)) for rank in ranks}
         parts = {name: json.loads(content) for name, content in contents.items()}
         kinds = now.states[0].kinds
-        metadata, results = _metadata(kinds, list(parts.values()))
-        writer, _ = _writer(place)
+        metadata, results = metadata_of(kinds, list(parts.values()))
+        writer, _ = dcp_writer(place)
         with place.told(METADATA):
             writer.finish(metadata, [results])
         contents[METADATA] = place.read(METADATA)
@@ -336,12 +319,7 @@ class Checkpoints:
             executor.world.transport.broadcast(mine, 0, executor.world.group(executor.world.mesh.names)).wait()
             return mine
 
-        return tuple(int(x) for x in on_ranks(self.step, send)[0])
-
-
-def on_ranks(step: Step, fn: Callable[[Executor], T]) -> list[T]:
-    """fn on the ranks of this process, which communicate in it."""
-    return step.each(fn)
+        return tuple(int(x) for x in self.step.each(send)[0])
 
 
 def first_failing(step: Step, failed: bool) -> int | None:
@@ -354,7 +332,7 @@ def first_failing(step: Step, failed: bool) -> int | None:
             world.transport.all_reduce(place, world.group(world.mesh.names), "min").wait()
         return int(place)
 
-    first = on_ranks(step, ask)[0]
+    first = step.each(ask)[0]
     return None if first == step.executors[0].world.mesh.size else first
 
 
@@ -374,32 +352,9 @@ def numbers_of(executor: Executor) -> dict[str, float]:
     return found
 
 
-def strips(piece: Piece) -> list[tuple[tuple[int, ...], Tensor]]:
-    """(offsets, view) of the boxes in which a piece is written."""
-    value, (*_, width) = piece.value, (1, *piece.value.shape)
-    count = min(STRIPS, width * value.element_size() // ROW_BYTES)
-    if value.dim() < 2 or value.numel() * value.element_size() <= STRIP_BYTES or count < 2:
-        return [(piece.offsets, value)]
-    while width % count:
-        count -= 1
-    step = width // count
-    return [
-        ((*piece.offsets[:-1], piece.offsets[-1] + start), value.narrow(-1, start, step)) for start in range(0, width, step)
-    ]
-
-
 def _alike(copies: Sequence[Sequence[Tensor]], views: Sequence[Sequence[Tensor]]) -> bool:
     """Whether copies fit: some optimizers keep nothing before their first update."""
     return [[(x.shape, x.dtype) for x in row] for row in copies] == [[(x.shape, x.dtype) for x in row] for row in views]
-
-
-def part_name(rank: int) -> str:
-    return f"part-{rank:05d}.json"
-
-
-def part_of(file: str) -> str:
-    """The part that has the hashes of a file of tensors, __3_0.distcp for example."""
-    return part_name(int(file.removeprefix("__").partition("_")[0]))
 
 
 def versions() -> dict[str, str]:
@@ -417,83 +372,6 @@ def _after(updated: torch.cuda.Event | None) -> Iterator[None]:
         stream.wait_event(updated)
         yield
         stream.synchronize()
-
-
-class _Staged(DefaultSavePlanner):
-    """Hands DCP's writer the copies."""
-
-    def __init__(self, tensors: Mapping[MetadataIndex, Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._tensors[write_item.index]
-
-
-def _write_part(place: Place, rank: int, state: State, tensors: Sequence[Tensor]) -> None:
-    """This rank's file, and the part that says what is in it: the sign that it is complete."""
-    items, by_index = [], {}
-    places = [(piece.key, offsets) for piece in state.writes for offsets, _ in strips(piece)]
-    for (key, offsets), tensor in zip(places, tensors, strict=True):
-        index = MetadataIndex(key, torch.Size(offsets))
-        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=tensor.shape)
-        data = TensorWriteData(
-            chunk=chunk,
-            properties=TensorProperties(dtype=state.kinds[key].dtype),
-            size=torch.Size(state.kinds[key].shape),
-        )
-        items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        by_index[index] = tensor
-    writer, files = _writer(place)
-    (plan,) = writer.prepare_global_plan([SavePlan(items)])
-    plan.storage_data.prefix = f"__{rank}_"
-    results = writer.write_data(plan, _Staged(by_index)).wait()
-    rows = []
-    for result in results:
-        info, tensor = result.storage_data, by_index[result.index]
-        rows.append(
-            [
-                result.index.fqn,
-                list(result.index.offset or ()),
-                list(tensor.shape),
-                info.relative_path,
-                info.offset,
-                info.length,
-            ]
-        )
-    hashes = {name: {"bytes": file.size, "blocks": _hex(file.digests)} for name, file in files.written.items()}
-    place.write(part_name(rank), json.dumps({"boxes": rows, "files": hashes}).encode())
-
-
-def _writer(place: Place) -> tuple[FileSystemWriter, HashedFiles]:
-    """DCP's writer into a folder, and the files that it writes."""
-    writer, files = FileSystemWriter(place.path, sync_files=place.is_local), HashedFiles(place)
-    writer.fs, writer.path = files, place.path  # type: ignore[assignment]
-    return writer, files
-
-
-def _hex(digests: Sequence[int]) -> str:
-    return "".join(f"{digest:016x}" for digest in digests)
-
-
-def _metadata(kinds: Mapping[str, Kind], parts: Sequence[Mapping[str, Any]]) -> tuple[Metadata, list[WriteResult]]:
-    """DCP's metadata of all parts. An element that nobody or two ranks wrote is a mistake of ours."""
-    entries = {
-        key: TensorStorageMetadata(properties=TensorProperties(dtype=kind.dtype), size=torch.Size(kind.shape), chunks=[])
-        for key, kind in kinds.items()
-    }
-    results = []
-    for part in parts:
-        for key, offsets, sizes, file, offset, length in part["boxes"]:
-            chunks = entries[key].chunks
-            index = MetadataIndex(key, torch.Size(offsets), len(chunks))
-            chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
-            results.append(WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(file, offset, length)))
-    for key, entry in entries.items():
-        written = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        assert written == math.prod(entry.size), f"{key} has {math.prod(entry.size)} elements, {written} were written"
-    paths: dict[str, Any] = {key: tuple(key.split(".", 1)) for key in entries}
-    return Metadata(state_dict_metadata=dict(entries), planner_data=paths), results
 
 
 def _remove(place: Place, name: str) -> None:
