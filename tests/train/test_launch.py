@@ -163,7 +163,7 @@ def no_signal_of_ours() -> Iterator[None]:
 def test_ranks_that_are_told_to_stop_have_time_to_and_it_is_no_crash(tmp_path: Path) -> None:
     with pytest.raises(Stopped, match="the launcher was stopped by SIGTERM; its 2 ranks ended by themselves") as stopped:
         run(tmp_path, PATIENT + TELLS_THE_LAUNCHER + WAITS + CHECKPOINTS)
-    assert (stopped.value.exit_code, stopped.value.signal, stopped.value.user_mistake) == (143, signal.SIGTERM, False)
+    assert (stopped.value.exit_code, stopped.value.signal, stopped.value.is_final) == (143, signal.SIGTERM, False)
     assert sorted(path.name for path in tmp_path.glob("*.saved")) == ["0.saved", "1.saved"]
 
 
@@ -218,7 +218,7 @@ sys.exit(1)
 def test_a_mistake_of_the_user_is_known_by_its_exit_code(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run(tmp_path, PATIENT + "if rank == '0': sys.exit(2)\nsignal.pause()\n")
-    assert (failure.value.user_mistake, failure.value.rank) == (True, 0)
+    assert (failure.value.is_final, failure.value.rank) == (True, 0)
 
 
 # What ranks print.

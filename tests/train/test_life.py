@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import phalanx as phx
+from phalanx.cli.options import defaults
 from phalanx.run.executor import Executor
 from phalanx.run.initialize import deferred_init
 from phalanx.run.replicas import ReplicaError
@@ -250,3 +251,21 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     run(CONFIG, tmp_path / "all", keep=0, steps=9)
     steps = [[int(name.split("-")[-2]) for name in find(str(tmp_path / where))[0]] for where in ("two", "all")]
     assert steps == [[12, 9], [9, 6, 3]]
+
+
+def test_what_a_run_has_left_behind_does_not_count_among_the_newest(tmp_path: Path) -> None:
+    run(CONFIG, tmp_path / "run", steps=9, keep=0)
+    _, sixth, third = find(str(tmp_path / "run"))[0]
+    run(CONFIG, tmp_path / "run", resume=third, steps=7, keep=2)
+    found = [(saved.step, saved.address == third) for saved in map(Saved, find(str(tmp_path / "run"))[0])]
+    assert found == [(7, False), (6, False)]
+    assert not Path(sixth).exists()
+
+
+def test_checkpoints_by_themselves_have_the_settings_of_their_run(tmp_path: Path) -> None:
+    run(CONFIG, tmp_path / "run", steps=3)
+    alone = (tmp_path / "run" / "checkpoints").rename(tmp_path / "alone")
+    config = defaults(["--resume", str(alone)], TrainConfig())
+    assert (config.model, config.mesh, config.batch, config.out) == ("mlp", "dp=2", BATCH, None)
+    with pytest.raises(ValueError, match="has no checkpoint: there is no such folder"):
+        defaults(["--resume", str(tmp_path / "nowhere")], TrainConfig())

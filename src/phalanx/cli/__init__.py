@@ -35,11 +35,14 @@ COMMANDS = {
 MISTAKES = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 USER_ERROR = 2
 FAILURE = 1
+NOT_FINITE = 3
+"""A loss or gradient, or a loss that is far above those before it: to start again would lead there again."""
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. 2 is a mistake in what was asked, 1 anything else that went wrong."""
+    """Run one command; returns the exit code. 2 is a mistake in what was asked, 3 a training whose numbers
+    went wrong, 1 anything else that did."""
     args = list(sys.argv[1:] if argv is None else argv)
     # Everything behind a script's name is the script's own.
     with_traceback = "--traceback" in args and (args[:1] != ["run"] or "--traceback" in args[:2])
@@ -126,14 +129,14 @@ def report(error: Exception, with_traceback: bool) -> int:
     """
     from phalanx.train.launch import RankFailure, write_failure
 
-    ours = not isinstance(error, (*MISTAKES, FloatingPointError, RankFailure))
+    ours = not isinstance(error, (*MISTAKES, FloatingPointError, RankFailure, *told_without_trace()))
     lost_a_peer = False
     if ours:
         from phalanx.comm.transport import CommError
 
         lost_a_peer = isinstance(error, CommError)
         ours = not lost_a_peer
-    code = USER_ERROR if isinstance(error, MISTAKES) else FAILURE
+    code = USER_ERROR if isinstance(error, MISTAKES) else NOT_FINITE if isinstance(error, FloatingPointError) else FAILURE
     if isinstance(error, RankFailure):
         code = error.exit_code
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -145,6 +148,12 @@ def report(error: Exception, with_traceback: bool) -> int:
     else:
         print(f"phalanx: {described(error)}", file=sys.stderr)
     return code
+
+
+def told_without_trace() -> tuple[type[Exception], ...]:
+    """Errors whose message says all that a person needs, if what raises them has been imported."""
+    module = sys.modules.get("phalanx.run.replicas")
+    return () if module is None else (module.ReplicaError,)
 
 
 def described(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,10 @@ def defaults(args: list[str], otherwise: Config) -> Config:
         if folder is not None:
             before = found_from_here(load(folder / "config.yaml", otherwise), started_in(folder))
             otherwise = dataclasses.replace(before, out=folder, init_from=None, init_optimizer="fresh")
+        elif file is None:
+            # Checkpoints by themselves: their run's settings are in them, and it goes on in a folder of its own.
+            before = importlib.import_module("phalanx.train.checkpoint.load").settings(resumed)
+            otherwise = dataclasses.replace(before, checkpoints=None, init_from=None, init_optimizer="fresh")
     return otherwise if file is None else load(Path(file), otherwise)
 
 

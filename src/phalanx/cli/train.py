@@ -86,7 +86,7 @@ def start(config: TrainConfig, args: list[str]) -> int:
             except Stopped:
                 raise
             except RankFailure as failure:
-                if failure.user_mistake or attempt == config.restarts:
+                if failure.is_final or attempt == config.restarts:
                     raise
                 tell_restart(failure, attempt + 1, config.restarts, folder)
     finally:
@@ -104,8 +104,7 @@ def tell_restart(failure: RankFailure, attempt: int, restarts: int, folder: RunF
 def check_files(config: TrainConfig) -> None:
     """What needs no model is refused here, at once, rather than by every rank after it has started."""
     from phalanx.schedule.measured import read as read_trace
-    from phalanx.train.beginning import is_hf_folder
-    from phalanx.train.checkpoint.load import find, find_resumed
+    from phalanx.train.beginning import look
     from phalanx.train.data.source import open_sources
     from phalanx.train.wires import measured_wires
 
@@ -115,10 +114,7 @@ def check_files(config: TrainConfig) -> None:
         open_sources(config.data)
     if config.profile is not None:
         measured_wires(config.profile)
-    if config.resume is not None and config.resume != "auto":
-        find_resumed(config.resume, config.checkpoints)
-    if config.init_from is not None and config.resume is None and not is_hf_folder(Path(config.init_from)):
-        find(config.init_from)
+    look(config)
 
 
 def join(config: TrainConfig, *, is_first: bool) -> int:

@@ -101,7 +101,7 @@ def beginning(config: TrainConfig, world: World | LocalWorld) -> Beginning:
     kind, found, note = "new", [""], ""
     if here.rank == 0:
         try:
-            kind, found, note = _found(config)
+            kind, found, note = look(config)
         except ValueError as error:
             kind, found, note = "error", [""], str(error)
     if isinstance(world, World) and world.mesh.size > 1:
@@ -111,7 +111,8 @@ def beginning(config: TrainConfig, world: World | LocalWorld) -> Beginning:
     return Beginning(kind, tuple(found), note)  # type: ignore[arg-type]
 
 
-def _found(config: TrainConfig) -> tuple[str, list[str], str]:
+def look(config: TrainConfig) -> tuple[str, list[str], str]:
+    """(kind, addresses, note) of a Beginning, by what is in the folders. Raises ValueError as `beginning` does."""
     if config.resume is not None:
         try:
             if config.resume == "auto":

@@ -47,9 +47,10 @@ class RankFailure(RuntimeError):
         self.exit_code, self.rank, self.signal = exit_code, rank, signal
 
     @property
-    def user_mistake(self) -> bool:
-        """Whether starting again would end the same way: the rank refused what it was asked, with exit code 2."""
-        return self.exit_code == 2
+    def is_final(self) -> bool:
+        """Whether starting again would end the same way: the rank refused what it was asked (exit code 2), or a number of the
+        training was not finite (3)."""
+        return self.exit_code in (2, 3)
 
 
 class Stopped(RankFailure):

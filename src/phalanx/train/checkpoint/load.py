@@ -24,6 +24,7 @@ from phalanx.run.pieces import Kind, Piece, kinds_of, state_of
 from phalanx.run.step import Step
 from phalanx.train.checkpoint.blocks import Damaged, Place, VerifiedFile
 from phalanx.train.checkpoint.manifest import (
+    FOLDER,
     MANIFEST,
     METADATA,
     Manifest,
@@ -155,6 +156,12 @@ def config_of(address: str, manifest: Manifest) -> TrainConfig:
     if "config" not in manifest.facts:
         raise ValueError(f"{address} was not written by `phalanx train`: it has no configuration")
     return from_text(manifest.facts["config"], address)
+
+
+def settings(address: str) -> TrainConfig:
+    """Those of the run that wrote the newest checkpoint at an address."""
+    newest = find(address)[0][0]
+    return config_of(newest, read_manifest(Place(newest)))
 
 
 def load(step: Step, address: str, *, optimizer: bool = True, cast: bool = False) -> Saved:
@@ -332,7 +339,9 @@ def find(address: str) -> tuple[list[str], str]:
     if not good and bad:
         raise Damaged(f"{address} has no checkpoint that is whole: {bad}")
     if not good:
-        why = "it has only half-written ones" if root.folders() else "there is no such folder, or it is empty"
+        why = "none is in it" if place.exists() else "there is no such folder"
+        if any(map(FOLDER.match, root.folders())):
+            why = "it has only half-written ones"
         if foreign := [name for name, manifest in complete(root) if is_among(manifest, others)]:
             why = f"those in it are of an earlier run there; to go on with that one, say which, as in --resume {root.address}/{foreign[0]}"
         raise ValueError(f"{address} has no checkpoint: {why}")

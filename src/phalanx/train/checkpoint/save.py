@@ -28,7 +28,17 @@ from phalanx.run.executor import Executor
 from phalanx.run.pieces import Kind, Piece, State, state_of
 from phalanx.run.step import Step
 from phalanx.train.checkpoint.blocks import Place
-from phalanx.train.checkpoint.manifest import FOLDER, MANIFEST, METADATA, OWNER, Manifest, complete, hash_of, others_of
+from phalanx.train.checkpoint.manifest import (
+    FOLDER,
+    MANIFEST,
+    METADATA,
+    OWNER,
+    Manifest,
+    complete,
+    hash_of,
+    is_among,
+    others_of,
+)
 from phalanx.train.checkpoint.part import dcp_writer, metadata_of, part_name, strips, write_part
 
 POLL_SECONDS = 0.02
@@ -240,12 +250,13 @@ class Checkpoints:
             parts=tuple(parts),
         )
         place.write(MANIFEST, manifest.dumped())
-        place_above = self.place
-        place_above.sync()
+        self.place.sync()
         if self.keep:
-            whole = [name for name, manifest in complete(place_above) if isinstance(manifest, Manifest)]
-            for name in whole[self.keep :]:
-                _remove(place_above, name)
+            others, whole = others_of(self.place), [e for e in complete(self.place) if isinstance(e[1], Manifest)]
+            # What a run has left behind, going on from an older one, or found in its folder, is not what it goes on from next.
+            whole.sort(key=lambda entry: is_among(entry[1], others))
+            for name, _ in whole[self.keep :]:
+                _remove(self.place, name)
 
     # The folder
 
