@@ -114,7 +114,7 @@ def test_fingerprint_is_of_sources_weights_and_length_and_of_nothing_else(
     other = packed(tmp_path / "other", [[7] * 4000])
 
     def fingerprint(*data: str, **settings: Any) -> str:
-        return Batches(replace(CONFIG, data=data, **settings), model, step, ahead=0).fingerprint
+        return Batches(replace(CONFIG, data=data, held_out=0, **settings), model, step, ahead=0).fingerprint
 
     assert fingerprint(text) == fingerprint(copy) == fingerprint(text, seed=5, batch=4, microbatches=1, mesh="")
     assert fingerprint(f"{text}=7", f"{other}=3") == fingerprint(f"{text}=0.7", f"{other}=0.3")
@@ -134,7 +134,7 @@ def test_fingerprint_is_of_sources_weights_and_length_and_of_nothing_else(
 def test_what_is_learned_from_is_told(model: Model, step: Step, text: str, tmp_path: Path) -> None:
     wide = packed(tmp_path / "wide", [[7] * 2000], "mine", 300)
     told = [
-        Batches(replace(CONFIG, data=data), model, step, ahead=0).source
+        Batches(replace(CONFIG, data=data, held_out=0), model, step, ahead=0).source
         for data in ((text,), (f"{text}=1", f"{text}=3"), (wide,))
     ]
     assert told == [
@@ -142,6 +142,11 @@ def test_what_is_learned_from_is_told(model: Model, step: Step, text: str, tmp_p
         f"7,600 bytes of {text} (25.0% of samples), 7,600 bytes of {text} (75.0% of samples)",
         f"1,900 tokens of {wide}",
     ]
+
+
+def test_held_out_batches_hold_no_sample_twice(model: Model, step: Step, text: str) -> None:
+    with pytest.raises(ValueError, match=r"held_out is 4 batches of 8, but .* has 24 samples of 16 tokens: at most 3 batches"):
+        Batches(replace(CONFIG, data=(text,), held_out=4), model, step, ahead=0)
 
 
 def test_text_that_does_not_fit_the_model_is_refused(model: Model, step: Step, text: str, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_replicas_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Executor, "step", step)
     with pytest.raises(ReplicaError, match=r"head\.weight"):
-        run(CONFIG, tmp_path / "run", check_replicas=2)
+        run(CONFIG, tmp_path / "run", check_replicas=2, checkpoint_every=0)
     assert len(losses(tmp_path / "run")) == 4
 
 
@@ -267,5 +267,3 @@ def test_checkpoints_by_themselves_have_the_settings_of_their_run(tmp_path: Path
     alone = (tmp_path / "run" / "checkpoints").rename(tmp_path / "alone")
     config = defaults(["--resume", str(alone)], TrainConfig())
     assert (config.model, config.mesh, config.batch, config.out) == ("mlp", "dp=2", BATCH, None)
-    with pytest.raises(ValueError, match="has no checkpoint: there is no such folder"):
-        defaults(["--resume", str(tmp_path / "nowhere")], TrainConfig())

@@ -129,14 +129,15 @@ def report(error: Exception, with_traceback: bool) -> int:
     """
     from phalanx.train.launch import RankFailure, write_failure
 
-    ours = not isinstance(error, (*MISTAKES, FloatingPointError, RankFailure, *told_without_trace()))
+    ours = not isinstance(error, (*MISTAKES, FloatingPointError, RankFailure, *of("run.replicas", "ReplicaError")))
     lost_a_peer = False
     if ours:
         from phalanx.comm.transport import CommError
 
         lost_a_peer = isinstance(error, CommError)
         ours = not lost_a_peer
-    code = USER_ERROR if isinstance(error, MISTAKES) else NOT_FINITE if isinstance(error, FloatingPointError) else FAILURE
+    mistake = isinstance(error, MISTAKES) and not isinstance(error, of("train.checkpoint.blocks", "Unreachable"))
+    code = USER_ERROR if mistake else NOT_FINITE if isinstance(error, FloatingPointError) else FAILURE
     if isinstance(error, RankFailure):
         code = error.exit_code
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -150,10 +151,10 @@ def report(error: Exception, with_traceback: bool) -> int:
     return code
 
 
-def told_without_trace() -> tuple[type[Exception], ...]:
-    """Errors whose message says all that a person needs, if what raises them has been imported."""
-    module = sys.modules.get("phalanx.run.replicas")
-    return () if module is None else (module.ReplicaError,)
+def of(module: str, name: str) -> tuple[type[Exception], ...]:
+    """A kind of error, if what raises it has been imported."""
+    found = sys.modules.get(f"phalanx.{module}")
+    return () if found is None else (getattr(found, name),)
 
 
 def described(error: BaseException) -> str:

@@ -33,6 +33,9 @@ def main(args: list[str]) -> int:
         close = difflib.get_close_matches(launcher, RECIPES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(RECIPES)}"
         raise ValueError(f"launch has no recipe for {launcher!r}{hint}")
+    if "--" not in rest and "train" in rest:
+        at = rest.index("train")
+        raise ValueError(f"`--` stands before train: phalanx launch {shlex.join([launcher, *rest[:at], '--', *rest[at:]])}")
     at = rest.index("--") if "--" in rest else len(rest)
     kind, write, _ = RECIPES[launcher]
     recipe: Any = tyro.cli(kind, args=rest[:at], prog=f"phalanx launch {launcher}")

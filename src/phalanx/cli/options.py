@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -33,6 +34,8 @@ def defaults(args: list[str], otherwise: Config) -> Config:
                 f"{name} is empty, as a variable of the shell is that nobody has set: name a path, or leave it out"
             )
     resumed, file = _option(args, "--resume"), _option(args, "--config")
+    if resumed is None and file is not None:
+        resumed = load(Path(file), otherwise).resume
     if resumed is not None and resumed not in ("auto", "None"):
         folder = run_of(Path(resumed))
         if folder is not None:
@@ -40,8 +43,9 @@ def defaults(args: list[str], otherwise: Config) -> Config:
             otherwise = dataclasses.replace(before, out=folder, init_from=None, init_optimizer="fresh")
         elif file is None:
             # Checkpoints by themselves: their run's settings are in them, and it goes on in a folder of its own.
-            before = importlib.import_module("phalanx.train.checkpoint.load").settings(resumed)
-            otherwise = dataclasses.replace(before, checkpoints=None, init_from=None, init_optimizer="fresh")
+            with suppress(ValueError):  # what is wrong with them is told by whoever goes on from them
+                before = importlib.import_module("phalanx.train.checkpoint.load").settings(resumed)
+                otherwise = dataclasses.replace(before, checkpoints=None, init_from=None, init_optimizer="fresh")
     return otherwise if file is None else load(Path(file), otherwise)
 
 
@@ -76,7 +80,10 @@ def found_from_here(config: Config, there: Path) -> Config:
 
 def run_of(path: Path) -> Path | None:
     """The run folder that a path to one, or to a checkpoint in one, belongs to; None for any other."""
-    return next((folder for folder in (path, path.parent, path.parent.parent) if (folder / "config.yaml").is_file()), None)
+    around = [path]
+    around += [path.parent] if path.name == "checkpoints" else []
+    around += [path.parent.parent] if path.parent.name == "checkpoints" else []
+    return next((folder for folder in around if (folder / "config.yaml").is_file()), None)
 
 
 def _option(args: list[str], name: str) -> str | None:

@@ -42,11 +42,27 @@ def main(args: list[str]) -> int:
 
     check_name(config.model)
     started = launch_from(os.environ)
+    if config.resume == "auto" and has_ended(config):
+        print(f"the run in {config.out} has taken all its {config.steps} steps", flush=True)
+        return 0
     if started is None and (mesh.size > 1 or config.restarts):
         return start(config, args)
     if started is not None and started.restarts:
         config = started_again(config)
     return join(config, is_first=started is None or started.rank == 0)
+
+
+def has_ended(config: TrainConfig) -> bool:
+    """Whether the run that --resume auto would go on with has nothing left to do: a job that is queued again ends well."""
+    from phalanx.train.checkpoint.blocks import Place
+    from phalanx.train.checkpoint.load import find
+    from phalanx.train.checkpoint.manifest import read_manifest
+
+    try:
+        addresses, _ = find(config.checkpoints or str(config.out))
+        return read_manifest(Place(addresses[0])).step >= config.steps
+    except ValueError:  # told where it is gone on with
+        return False
 
 
 def started_again(config: TrainConfig) -> TrainConfig:
@@ -122,6 +138,8 @@ def join(config: TrainConfig, *, is_first: bool) -> int:
     from rich.console import Console
 
     from phalanx.comm.world import init
+    from phalanx.train.beginning import look
+    from phalanx.train.checkpoint.save import leave_behind
     from phalanx.train.folder import RunFolder
     from phalanx.train.loop import train
     from phalanx.train.wires import measured_wires
@@ -129,6 +147,10 @@ def join(config: TrainConfig, *, is_first: bool) -> int:
     wires = measured_wires(config.profile) if is_first and config.profile is not None else None
     # Before the ranks meet: the first thing that they write down is how they do.
     folder = RunFolder.create(config) if is_first else None
+    if folder is not None and config.resume != "auto":
+        kind, addresses, _ = look(config)
+        with folder.lock():
+            leave_behind(config.checkpoints or folder.checkpoints, addresses[0] if kind == "resume" else "")
     try:
         world = init(
             config.parsed_mesh(),

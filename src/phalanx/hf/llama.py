@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from shlex import quote
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +61,7 @@ class LlamaFolder:
             raise ValueError(
                 f"{folder.path} is of another model:\n  "
                 + "\n  ".join(wrong)
-                + f"\nto train that one: --model hf:{folder.path}"
+                + f"\nto train that one: --model {quote(f'hf:{folder.path}')}"
             )
 
     def values(self, parameter: Parameter, world: World) -> Tensor:

@@ -301,12 +301,16 @@ class Executor:
         self._skipped |= verdict != "go"
         self._result = loss / tokens, norm, int(tokens)
 
-    def _opt_when_read(self) -> None:
+    def wait_until_read(self) -> None:
+        """Until nobody copies weights and the optimizer's state any more: before they change."""
         if self.reading is not None:
             began = time.perf_counter()
             self.reading.wait()
             self.reading = None
             self.waited += time.perf_counter() - began
+
+    def _opt_when_read(self) -> None:
+        self.wait_until_read()
         self._opt()
 
     def _opt(self) -> None:

@@ -58,7 +58,7 @@ class State:
 
     kinds    every tensor of the whole run, the same on every rank
     writes   the boxes that this rank writes; those of all ranks together are every element once
-    reads    the boxes that this rank holds, in the order in which they are to be filled
+    reads    the boxes that this rank holds
     """
 
     kinds: Mapping[str, Kind]
@@ -96,6 +96,8 @@ def state_of(parameters: Parameters, optimizer: Optimizer | None, persistent: Se
     """
     program, world = parameters.program, parameters.world
     kinds = kinds_of(parameters, optimizer, persistent, 0 if optimizer is None else optimizer.steps)
+    # Masters that are kept for themselves, which rounded parameters would not give back.
+    masters = {name for name, state in (() if optimizer is None else optimizer.kept(optimizer.steps)) if state == "master"}
     writes: list[Piece] = []
     reads: list[Piece] = []
     for turn, (name, parameter) in enumerate(program.parameters.items()):  # turns are the same on every rank
@@ -104,9 +106,9 @@ def state_of(parameters: Parameters, optimizer: Optimizer | None, persistent: Se
         unit, place = parameters.places[name]
         key = f"model.{name}"
         writes += _written(key, _own(unit, place, precise(unit)), place, turn, parameters)
-        # First what is computed with, then what the optimizer updates, if that is another copy.
+        # What is computed with, and what the optimizer updates, if that is another copy.
         held = _own(unit, place, unit.values) if unit.sliced else [(parameters.views[name].view(-1), 0)]
-        held += [] if unit.master is None else _own(unit, place, unit.master)
+        held += [] if unit.master is None or name in masters else _own(unit, place, unit.master)
         reads += [piece for flat in held for piece in boxes(key, flat, parameter, world)]
     for name, value in parameters.buffers.items():
         key, buffer = f"model.{name}", program.buffers[name]

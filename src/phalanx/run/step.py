@@ -264,6 +264,7 @@ class Step:
         self.settle()
 
         def load(executor: Executor) -> None:
+            executor.wait_until_read()
             executor.parameters.load_state_dict(state)
             executor.reloaded()
 
@@ -282,6 +283,7 @@ class Step:
         self.settle()
 
         def load(executor: Executor) -> None:
+            executor.wait_until_read()
             executor.optimizer.load_state_dict(state)
             if executor.loss_scale is not None:
                 executor.loss_scale = executor.loss_scale.loaded(state)

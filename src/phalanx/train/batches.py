@@ -77,6 +77,12 @@ class Batches:
         self._training = training = self._loader([part for part, _ in parts], config.seed)
         if config.held_out:
             self._held_out = self._loader([part for _, part in parts], HELD_OUT_SEED)
+            samples, asked = sum(part.windows(self._seq) for _, part in parts), config.held_out * self.size
+            if asked > samples:
+                raise ValueError(
+                    f"held_out is {config.held_out} batches of {self.size}, but the text that is kept from training has {samples} samples "
+                    f"of {self._seq} tokens: at most {samples // self.size} batches"
+                )
         slots = training.blend.slots
         self.source = _described(training)
         # A sample is seq tokens: with another seq a cursor stands for other samples.

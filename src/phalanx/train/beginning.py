@@ -171,6 +171,8 @@ def check_settings(config: TrainConfig, address: str, manifest: Manifest) -> Non
     before = config_of(address, manifest)
     for field in fields(config):
         was, now = getattr(before, field.name), getattr(config, field.name)
+        if now is None:  # the model's own; asked again when the model is known
+            continue
         if field.name in SAME and was != now and not (field.name == "model" and is_moved(now, manifest)):
             raise ValueError(
                 f"{address} is of a run with {field.name} {was!r}, which --resume goes on with; to begin a new run with {now!r} "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -234,12 +235,15 @@ class TrainConfig:
             raise ValueError("resume is auto, which goes on with the run in --out: say which folder that is")
         if self.init_optimizer == "kept" and self.init_from is None:
             raise ValueError("init_optimizer is kept, but without init_from there is none to keep")
-        if not self.spike_factor > 0:
-            raise ValueError(f"spike_factor is {self.spike_factor}; it is above 0")
-        if self.spike_factor != TrainConfig.spike_factor and self.on_spike == "ignore":
-            raise ValueError(
-                f"spike_factor is {self.spike_factor}, but on_spike is ignore: say what is to be done with a spike"
-            )
+        if not 0 < self.spike_factor < math.inf:
+            raise ValueError(f"spike_factor is {self.spike_factor}; it is a number above 0")
+        if self.wandb == "":
+            raise ValueError("wandb is empty; it is the name of a project")
+        for name, default, without in (("spike_factor", 6.0, "on_spike"), ("keep", 2, "checkpoint_every")):
+            if getattr(self, name) != default and getattr(self, without) in ("ignore", 0):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but {without} is {getattr(self, without)}: it would do nothing"
+                )
         for name in ("init_from", "checkpoints"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty: name a path, or leave it out")
@@ -392,6 +396,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
             return value
         raise ValueError(f"{where} is {value!r}; there are {closest(str(value), options)}")
     if origin is tuple and options[-1:] == (Ellipsis,):
+        if isinstance(value, Mapping):
+            value = [f"{name}={place}" for name, place in value.items()]
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(_value(options[0], item, where) for item in items)
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(options):

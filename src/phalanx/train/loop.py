@@ -24,7 +24,7 @@ from phalanx.comm.local import LocalWorld
 from phalanx.comm.world import World
 from phalanx.run.executor import Out
 from phalanx.run.initialize import deferred_init
-from phalanx.run.replicas import check_replicas
+from phalanx.run.replicas import ReplicaError, check_replicas
 from phalanx.train.assembly import parallel_step
 from phalanx.train.batches import Batches
 from phalanx.train.beginning import Beginning, Progress, beginning, check_same_data, progress_of, said
@@ -74,7 +74,13 @@ def train(config: TrainConfig, world: World | LocalWorld, console: Console | Non
             stack.enter_context(folder.lock())
         run = _Run(config, world, folder, console, stack)
         request.watched_by(run.step)
-        return run.train(request)
+        try:
+            return run.train(request)
+        except (FloatingPointError, ReplicaError):
+            # Every rank raises it: what is being written is of a step before, and can be written.
+            if run.checkpoints is not None:
+                run.checkpoints.finish()
+            raise
 
 
 class _Run:
@@ -172,18 +178,22 @@ class _Run:
                     stopped = None  # the next step tells it again
                     continue
                 last = number == config.steps or stopped is not None
-                if last:
+                due = last or self._is_due(number)
+                if due:  # a checkpoint holds what the steps before it came to
                     step.settle()
                     while taken:
                         self._record(recorder, request, *taken.popleft())
-                if config.check_replicas is not None and number % config.check_replicas == 0:
+                # What is loaded is equal everywhere: a checkpoint of copies that differ would hide that they did.
+                if config.check_replicas is not None and (due or number % config.check_replicas == 0):
                     step.each(check_replicas)
                 if config.held_out and (number == config.steps or (config.eval_every and number % config.eval_every == 0)):
                     held_out = self._evaluate(recorder, number)
-                self._keep(number, last)
+                self._keep(number, due)
             if self.checkpoints is not None:
                 self.checkpoints.wait()
         ledger.stop()
+        if self.progress.step == config.steps:
+            stopped = None  # there was nothing left to stop
         assert recorder.first is not None and recorder.last is not None
         totals = {
             (axis, op): (calls, traffic[axis, op, "bytes"]) for (axis, op, what), calls in traffic.items() if what == "calls"
@@ -240,12 +250,15 @@ class _Run:
 
     # Checkpoints
 
-    def _keep(self, number: int, last: bool) -> None:
+    def _is_due(self, number: int) -> bool:
+        every = self.config.checkpoint_every
+        return bool(every) and number % (every or 1) == 0
+
+    def _keep(self, number: int, due: bool) -> None:
         """Write a checkpoint if one is due, and raise what writing the one before has met."""
         if self.checkpoints is None:
             return
-        every = self.config.checkpoint_every
-        if last or (every and number % every == 0):
+        if due:
             self.checkpoints.save(number, self._facts())
         self.checkpoints.poll()
 
@@ -320,8 +333,9 @@ class _Run:
             )
             self.tell(f"stopped after step {number} of {self.config.steps}, as asked by a signal; {again}")
         self._event("end", number, **({"why": "signal"} if summary.stopped is not None else {}))
-        if self.config.trace is not None and summary.stopped is None:
-            self.tell(f"step {self.config.trace} is recorded; `phalanx schedule --run {quote(str(summary.folder))}` shows it")
+        trace = self.config.trace
+        if trace is not None and summary.first.step <= trace <= number:
+            self.tell(f"step {trace} is recorded; `phalanx schedule --run {quote(str(summary.folder))}` shows it")
         for line in closing_lines(summary, summary.last.step - summary.first.step + 1):
             self.tell(line)
 

@@ -126,6 +126,7 @@ class Recorder:
             self._file.close()  # the file is replaced by a shorter one
         self._folder.rewind(step, **facts)
         self._file = LineWriter(self._folder.metrics)
+        self._tell_sinks(lambda sink: sink.rewind(step))
 
     def _write(self, values: Mapping[str, Any]) -> None:
         if self._file is not None:

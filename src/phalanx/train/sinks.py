@@ -38,6 +38,9 @@ class Sink(Protocol):
 
     def record(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def rewind(self, step: int) -> None:
+        """Steps after `step` will come again."""
+
     def close(self, *, failed: bool) -> None: ...
 
 
@@ -83,6 +86,11 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(CHARTS.get(name, name), value, step)
 
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._first_step = step + 1
+        self._writer = self._make(str(self._home), purge_step=step + 1, flush_secs=10)
+
     def close(self, *, failed: bool) -> None:
         self._writer.close()
 
@@ -121,6 +129,9 @@ class WeightsAndBiases:
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **{CHARTS.get(name, name): value for name, value in values.items()}})
+
+    def rewind(self, step: int) -> None:
+        """Nothing to do: see above."""
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

@@ -28,6 +28,10 @@ class Damaged(ValueError):
     """A file is not what was written."""
 
 
+class Unreachable(ValueError):
+    """A file system did not do what it can do, as far as anybody knows: another try may pass."""
+
+
 class Place:
     """A folder at any address, local or not: what a checkpoint needs of a file system."""
 
@@ -43,9 +47,6 @@ class Place:
         """A folder below this one."""
         return Place(f"{self.address.rstrip('/')}/{name}")
 
-    def name(self) -> str:
-        return PurePosixPath(self.path).name
-
     def of(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}"
 
@@ -56,6 +57,9 @@ class Place:
     def exists(self, name: str = "") -> bool:
         self.system.invalidate_cache()
         return bool(self.system.exists(self.of(name) if name else self.path))
+
+    def is_folder(self) -> bool:
+        return bool(self.system.isdir(self.path))
 
     def size(self, name: str) -> int:
         with self.told(name):
@@ -109,18 +113,22 @@ class Place:
             yield
         except OSError as error:
             where = f"{self.address.rstrip('/')}/{name}" if name else self.address
-            raise ValueError(f"{where}: {error.strerror or error}{_hint(error)}") from error
+            hint = HINTS.get(error.errno or 0)
+            kind = Unreachable if hint is None else ValueError
+            raise kind(f"{where}: {error.strerror or error}{hint or ''}") from error
 
 
-def _hint(error: OSError) -> str:
-    hints = {
-        errno.ENOSPC: "; free some space, or keep fewer checkpoints (--keep)",
-        errno.EROFS: "; choose a folder that can be written to, with --checkpoints or --out",
-        errno.EACCES: "; choose a folder that can be written to, with --checkpoints or --out",
-        errno.EEXIST: ", and is no folder; choose another name with --checkpoints",
-        errno.ENOTDIR: "; choose a folder, with --checkpoints or --out",
-    }
-    return hints.get(error.errno or 0, "")
+HINTS = {
+    errno.ENOSPC: "; free some space, or keep fewer checkpoints (--keep)",
+    errno.EDQUOT: "; free some space, or keep fewer checkpoints (--keep)",
+    errno.EROFS: "; choose a folder that can be written to, with --checkpoints or --out",
+    errno.EACCES: "; choose a folder that can be written to, with --checkpoints or --out",
+    errno.EPERM: "; choose a folder that can be written to, with --checkpoints or --out",
+    errno.EEXIST: ", and is no folder; choose another name with --checkpoints",
+    errno.ENOTDIR: "; choose a folder, with --checkpoints or --out",
+    errno.ENOENT: "",
+}
+"""What a person can do about an error that stays until somebody does something."""
 
 
 class HashedWriter(io.RawIOBase):

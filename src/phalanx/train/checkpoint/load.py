@@ -35,11 +35,9 @@ from phalanx.train.checkpoint.manifest import (
     verified,
 )
 from phalanx.train.checkpoint.part import part_of
-from phalanx.train.checkpoint.save import first_failing, unused
+from phalanx.train.checkpoint.save import unused
+from phalanx.train.checkpoint.together import run_together
 from phalanx.train.config import TrainConfig, closest, from_text
-
-GATHERED_BYTES = 1 << 16
-"""Ranges with less than this between them are read as one."""
 
 
 class Saved:
@@ -173,26 +171,26 @@ def load(step: Step, address: str, *, optimizer: bool = True, cast: bool = False
     what was filled by then is filled.
     """
     step.settle()
-    error: Exception | None = None
+    for executor in step.executors:
+        executor.wait_until_read()
     saved: Saved | None = None
-    try:
+
+    def look() -> None:
+        nonlocal saved
         saved = Saved(address)
         check_fits(step, saved, optimizer=optimizer, cast=cast)
-    except ValueError as mistake:
-        error = mistake
-    # Every rank has looked at the same small files: what is wrong with them is wrong for all.
-    _raise_together(step, error, address)
-    assert saved is not None
-    try:
+
+    def fill() -> None:
+        assert saved is not None
         for executor in step.executors:
             _fill(step, executor, saved, optimizer=optimizer)
-    except Damaged as damage:
-        error = damage
-    except (ValueError, OSError) as mistake:
-        error = Damaged(f"{address} cannot be read: {mistake}")
-    saved.close()
-    _raise_together(step, error, address)
+        saved.close()
+
+    what = f"{address} is not read"
+    run_together(step, look, what)
+    run_together(step, fill, what)
     step.each(Executor.reloaded)
+    assert saved is not None
     return saved
 
 
@@ -208,14 +206,6 @@ def _fill(step: Step, executor: Executor, saved: Saved, *, optimizer: bool) -> N
         if executor.loss_scale is not None:
             scale = {key: torch.tensor(x, dtype=torch.float64) for key, x in numbers.items()}
             executor.loss_scale = executor.loss_scale.loaded(scale)
-
-
-def _raise_together(step: Step, error: Exception | None, address: str) -> None:
-    first = first_failing(step, error is not None)
-    if error is not None:
-        raise error
-    if first is not None:
-        raise Damaged(f"{address}: rank {first} could not read its part of it, and says why")
 
 
 def check_fits(step: Step, saved: Saved, *, optimizer: bool, cast: bool) -> None:
@@ -340,6 +330,8 @@ def find(address: str) -> tuple[list[str], str]:
         raise Damaged(f"{address} has no checkpoint that is whole: {bad}")
     if not good:
         why = "none is in it" if place.exists() else "there is no such folder"
+        if place.exists() and not place.is_folder():
+            why = "it is a file"
         if any(map(FOLDER.match, root.folders())):
             why = "it has only half-written ones"
         if foreign := [name for name, manifest in complete(root) if is_among(manifest, others)]:

@@ -40,8 +40,11 @@ from phalanx.train.checkpoint.manifest import (
     others_of,
 )
 from phalanx.train.checkpoint.part import dcp_writer, metadata_of, part_name, strips, write_part
+from phalanx.train.checkpoint.together import raise_together, run_together, wait_together
 
 POLL_SECONDS = 0.02
+SEEN_SECONDS = 10
+"""In which a file that one host has written is there for the others."""
 
 T = TypeVar("T")
 
@@ -61,8 +64,11 @@ class Saving:
     """On a GPU: when the last update has been made."""
     copied: threading.Event = field(default_factory=threading.Event)
     written: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    """This process does nothing for it any more."""
     given_up: threading.Event = field(default_factory=threading.Event)
     """Some rank could not write: do not wait for its part."""
+    is_complete: bool = False
     error: BaseException | None = None
     thread: threading.Thread | None = None
     seconds: float = 0.0
@@ -100,16 +106,11 @@ class Checkpoints:
         self.is_first = any(executor.world.rank == 0 for executor in step.executors)
         self._count = 0
         self._order = 0
-        error = None
-        nonce = torch.tensor(secrets.randbits(62) if self.is_first else 0)
-        if self.is_first:
-            try:
-                self._take_over(int(nonce), begins)
-            except ValueError as mistake:
-                error = mistake
-        self._raise_together(error, f"{address} cannot hold checkpoints")
-        numbers = torch.stack([nonce, torch.tensor(self._order)])
-        self._nonce, self._order = self._broadcast(numbers.to(here.device))
+        self._nonce = secrets.randbits(62) if self.is_first else 0
+        run_together(step, lambda: self._take_over(begins), f"{address} cannot hold checkpoints")
+        numbers = torch.tensor([self._nonce, self._order], device=here.device)
+        self._nonce, self._order = self._broadcast(numbers)
+        run_together(step, self._look_for_owner, f"{address} is not one place")
 
     def save(self, number: int, facts: Mapping[str, Any]) -> None:
         """Begin to write the state after `number` steps. Raises what the checkpoint before it met, on every rank.
@@ -145,23 +146,32 @@ class Checkpoints:
         if now is None:
             return
         assert now.thread is not None
-        now.written.wait()
         try:
-            self._raise_together(now.error, f"checkpoint {now.name} was not written", before=lambda: self._give_up(now))
-            now.thread.join()
-            self._raise_together(now.error, f"checkpoint {now.name} was not written", before=lambda: self._give_up(now))
+            for end in (now.written, now.ended):
+                wait_together(self.step, end)
+                try:
+                    raise_together(self.step, now.error, f"checkpoint {now.name} was not written")
+                except BaseException:
+                    self._give_up(now)
+                    raise
         finally:
             now.given_up.set()
             now.thread.join()
             self._now = None
+
+    def finish(self) -> None:
+        """Let what is being written be written: for a run that all ranks end with the same error."""
+        if self._now is not None and self._now.thread is not None:
+            self._now.thread.join()
 
     def _give_up(self, now: Saving) -> None:
         """No rank writes any more: let rank 0 stop waiting, and free what was written."""
         now.given_up.set()
         if self.is_first and now.thread is not None:
             now.thread.join()
-            with suppress(ValueError):  # why it was not written is told already
-                self.place.remove(now.name)
+            if not now.is_complete:
+                with suppress(ValueError):  # why it was not written is told already
+                    self.place.remove(now.name)
 
     def poll(self) -> None:
         """Raise what this process has met while writing. Without communication, so only this rank raises."""
@@ -171,25 +181,23 @@ class Checkpoints:
     def forget_after(self, order: int) -> None:
         """Remove the checkpoints that are newer than one, which a run goes back to."""
         self.wait()
-        error = None
-        if self.is_first:
-            try:
-                for name, manifest in complete(self.place):
-                    if not isinstance(manifest, Manifest) or manifest.order > order:
-                        _remove(self.place, name)
-            except ValueError as mistake:
-                error = mistake
-        self._raise_together(error, "newer checkpoints were not removed")
+
+        def remove() -> None:
+            for name, manifest in complete(self.place) if self.is_first else ():
+                if not isinstance(manifest, Manifest) or manifest.order > order:
+                    _remove(self.place, name)
+
+        run_together(self.step, remove, "newer checkpoints were not removed")
 
     # The writing thread
 
     def _run(self, now: Saving, began: float) -> None:
-        place = self.place.at(now.name)
         try:
             try:
                 staged = self._copy(now)
             finally:
                 now.copied.set()
+            place = self.place.at(now.name)
             with place.told(""):
                 place.make()
                 for executor, state, tensors in zip(self.step.executors, now.states, staged, strict=True):
@@ -204,6 +212,7 @@ class Checkpoints:
             now.error = self._cause(error)
         finally:
             now.written.set()
+            now.ended.set()
 
     def _copy(self, now: Saving) -> list[list[Tensor]]:
         """Copies of what is to be written, on the CPU, in memory that the next checkpoint uses again."""
@@ -250,6 +259,7 @@ class Checkpoints:
             parts=tuple(parts),
         )
         place.write(MANIFEST, manifest.dumped())
+        now.is_complete = True
         self.place.sync()
         if self.keep:
             others, whole = others_of(self.place), [e for e in complete(self.place) if isinstance(e[1], Manifest)]
@@ -260,25 +270,28 @@ class Checkpoints:
 
     # The folder
 
-    def _take_over(self, nonce: int, begins: str | None) -> None:
+    def _take_over(self, begins: str | None) -> None:
         """Make the folder this run's: from now on no other one completes a checkpoint in it. Removes what killed runs left."""
+        if not self.is_first:
+            return
         self.place.make()
-        orders = {name: manifest.order for name, manifest in complete(self.place) if isinstance(manifest, Manifest)}
-        self._order = max(orders.values(), default=0)
-        first = self._order if begins is None else self._order_of(begins, orders)
-        others = others_of(self.place) if first else ()
-        if first < self._order:
-            others = (*others, (first + 1, self._order))
-        owner = {"run": nonce, "host": platform.node(), "since": time.time(), "others": others}
-        self.place.write(OWNER, json.dumps(owner).encode())
+        self._order = write_owner(self.place, self._nonce, begins)
         for name in self.place.folders():
             if FOLDER.match(name) and not self.place.exists(f"{name}/{MANIFEST}"):
                 self.place.remove(name)
 
-    def _order_of(self, address: str, orders: Mapping[str, int]) -> int:
-        """That of a checkpoint in this folder; 0 of one elsewhere."""
-        name = PurePosixPath(address).name
-        return orders[name] if name in orders and Place(address).path == self.place.of(name) else 0
+    def _look_for_owner(self) -> None:
+        """Raise ValueError unless this process sees what rank 0 has written, which a shared file system may show late."""
+        for _ in range(SEEN_SECONDS * 10):
+            with suppress(ValueError):
+                self._check_owner()
+                return
+            time.sleep(0.1)
+        rank, host = self.step.executors[0].world.rank, platform.node()
+        raise ValueError(
+            f"rank {rank}, on {host}, does not see in {self.place.address} what rank 0 has written there: all hosts must share the "
+            "folder of checkpoints. Name one that they share with --out or --checkpoints"
+        )
 
     def _cause(self, error: Exception) -> Exception:
         """Another run that takes the folder over removes what is not complete in it, of which any error may come."""
@@ -313,17 +326,6 @@ class Checkpoints:
 
     # Together
 
-    def _raise_together(self, error: BaseException | None, what: str, before: Callable[[], None] | None = None) -> None:
-        """Raise on every rank if any has an error: the own one, or whose it is."""
-        first = first_failing(self.step, error is not None)
-        if first is None:
-            return
-        if before is not None:
-            before()
-        if error is not None:
-            raise error
-        raise ValueError(f"{what}: rank {first} could not, and says why")
-
     def _broadcast(self, numbers: Tensor) -> tuple[int, ...]:
         def send(executor: Executor) -> Tensor:
             mine = numbers.clone()
@@ -333,18 +335,34 @@ class Checkpoints:
         return tuple(int(x) for x in self.step.each(send)[0])
 
 
-def first_failing(step: Step, failed: bool) -> int | None:
-    """The first rank of the world that has failed; None if none has. Collective."""
+def write_owner(place: Place, nonce: int, begins: str | None) -> int:
+    """Say whose the checkpoints in a folder are from now on; returns the order of the newest.
 
-    def ask(executor: Executor) -> int:
-        world = executor.world
-        place = torch.tensor(world.rank if failed else world.mesh.size, device=world.device)
-        if world.mesh.size > 1:
-            world.transport.all_reduce(place, world.group(world.mesh.names), "min").wait()
-        return int(place)
+    begins  the address from which the run goes on, "" of a new one: what is newer is another run's. None: all are its own
+    """
+    orders = {name: manifest.order for name, manifest in complete(place) if isinstance(manifest, Manifest)}
+    newest = max(orders.values(), default=0)
+    first = newest if begins is None else _order_of(place, begins, orders)
+    others = others_of(place) if first else ()
+    if first < newest:
+        others = (*others, (first + 1, newest))
+    owner = {"run": nonce, "host": platform.node(), "since": time.time(), "others": others}
+    place.write(OWNER, json.dumps(owner).encode())
+    return newest
 
-    first = step.each(ask)[0]
-    return None if first == step.executors[0].world.mesh.size else first
+
+def _order_of(place: Place, address: str, orders: Mapping[str, int]) -> int:
+    """That of a checkpoint in this folder; 0 of one elsewhere."""
+    name = PurePosixPath(address).name
+    return orders[name] if name in orders and Place(address).path == place.of(name) else 0
+
+
+def leave_behind(address: str, begins: str) -> None:
+    """Before a run has started that is to keep its checkpoints at `address`: those of other runs there are not its own, however it
+    ends. Nothing is done where there are none."""
+    place = Place(address)
+    if place.folders():
+        write_owner(place, secrets.randbits(62), begins)
 
 
 def unused(step: Step) -> tuple[dict[str, Kind], tuple[Piece, ...]]:

@@ -90,7 +90,7 @@ def hosts(named: Sequence[str], nodes: int) -> tuple[str, ...]:
     if named and len(named) != nodes:
         raise ValueError(f"hosts are {' '.join(named)}, {len(named)} of them, but the job has {nodes}")
     for host in named:
-        if not re.fullmatch(r"[A-Za-z0-9]([-.A-Za-z0-9]*[A-Za-z0-9])?", host):
+        if host.isdigit() or not re.fullmatch(r"[A-Za-z0-9]([-.A-Za-z0-9]*[A-Za-z0-9])?", host):
             raise ValueError(f"hosts has {host!r}; a host is a name or an address, as in node0 or 10.0.0.1")
     return tuple(named) or tuple(f"node{at}" for at in range(nodes))
 

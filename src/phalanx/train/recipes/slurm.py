@@ -91,8 +91,8 @@ for ((start = 0; ; start++)); do
     began=$SECONDS
     {srun}
     code=$?
-    # 0: done. 2: a mistake in what was asked. 143: told to stop, checkpoint written.
-    [[ $code == 0 || $code == 2 || $code == 143 || -n $ended || $start -ge {restarts} ]] && break
+    # 0: done. 2: a mistake in what was asked. 3: numbers that went wrong. 143: told to stop, checkpoint written.
+    [[ $code == 0 || $code == 2 || $code == 3 || $code == 143 || -n $ended || $start -ge {restarts} ]] && break
     echo "start $((start + 1)) ended with exit code $code after $((SECONDS - began)) s; the ranks are started again" >&2
 done
 
