@@ -98,7 +98,7 @@ def test_a_step_alone_sends_only_its_scalars(way: str) -> None:
 
     with training(way) as step:
         (first, loss_of_first), (second, loss_of_second) = on_each(step, alone)
-    assert first == second == [8, 24]
+    assert first == second == [8, 32]
     assert loss_of_first == loss_of_second and loss_of_first > 0
 
 
@@ -136,7 +136,7 @@ def test_the_floor_of_a_list() -> None:
     assert slow.unhideable_seconds == pytest.approx(slow.list_seconds - total, abs=1e-6)
     # So fast that each is gone before the next is issued: the prologue's and the norm are left.
     fast = link.Floor.of(schedule, view, seconds, 0.5)
-    assert fast.unhideable_seconds == pytest.approx(0.5 * (moved[-1][1] + 24) / (everything + 32), rel=1e-6)
+    assert fast.unhideable_seconds == pytest.approx(0.5 * (moved[-1][1] + 32) / (everything + 40), rel=1e-6)
     assert fast.list_seconds == pytest.approx(total + fast.unhideable_seconds, abs=1e-6)
 
 

@@ -186,6 +186,7 @@ def wait_for_a_step(run: Command, out: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # three starts of two ranks
 def test_a_run_that_is_told_to_stop_and_then_loses_its_launcher_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"

@@ -48,6 +48,9 @@ def main(args: list[str]) -> int:
         )
     run = tyro.cli(Train, args=command[1:], default=Train(run=defaults(command[1:], TrainConfig())), prog="phalanx train").run
     run.check()
+    from phalanx.train.models import check_name
+
+    check_name(run.model)
     text = write(job(command[1:], run, recipe), recipe)
     if recipe.out is None:
         print(text, end="")

@@ -83,8 +83,7 @@ def started_again(config: TrainConfig) -> TrainConfig:
 
 def start(config: TrainConfig, args: list[str]) -> int:
     """Start local ranks, and start them again as often as --restarts says."""
-    from phalanx.train.folder import RunFolder
-    from phalanx.train.launch import RankFailure, Stopped, launch, rank_command
+    from phalanx.train.folder import LAUNCHER, RunFolder
 
     check_files(config)
     ranks = config.parsed_mesh().size
@@ -94,6 +93,14 @@ def start(config: TrainConfig, args: list[str]) -> int:
     with folder.lock():
         pass  # that another run writes there is known now, not when all ranks have started
     asked = [*args, "--out", str(folder.path)]
+    with folder.lock(LAUNCHER):
+        return start_in(folder, config, asked)
+
+
+def start_in(folder: RunFolder, config: TrainConfig, asked: list[str]) -> int:
+    from phalanx.train.launch import RankFailure, Stopped, launch, rank_command
+
+    ranks = config.parsed_mesh().size
     try:
         for attempt in range(config.restarts + 1):
             try:
@@ -147,11 +154,11 @@ def join(config: TrainConfig, *, is_first: bool) -> int:
     wires = measured_wires(config.profile) if is_first and config.profile is not None else None
     # Before the ranks meet: the first thing that they write down is how they do.
     folder = RunFolder.create(config) if is_first else None
-    if folder is not None and config.resume != "auto":
-        kind, addresses, _ = look(config)
-        with folder.lock():
-            leave_behind(config.checkpoints or folder.checkpoints, addresses[0] if kind == "resume" else "")
     try:
+        if folder is not None and config.resume != "auto":
+            kind, addresses, _ = look(config)
+            with folder.lock():
+                leave_behind(config.checkpoints or folder.checkpoints, addresses[0] if kind == "resume" else "")
         world = init(
             config.parsed_mesh(),
             device=config.device,

@@ -15,8 +15,8 @@ from phalanx.schedule.view import View, Weight, padded_numel
 
 COUNT_BYTES = 8
 """One number as int64, or float64 if the loss counts in floating point: the sum of all microbatches' counts."""
-NORM_BYTES = 3 * 8
-"""Loss sum, squared norm and count, in float64. No flag is sent: a sum shows whether a term of it was not finite."""
+NORM_BYTES = 4 * 8
+"""Loss sum, squared norm, how many ranks were asked to stop, and count, in float64. A sum shows whether a term was not finite."""
 
 
 @dataclass(frozen=True)

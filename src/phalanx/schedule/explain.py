@@ -123,7 +123,7 @@ def explain(program: Program, schedule: Schedule) -> Explanation:
                     number = 1 if part.coordinates or not part.split else times
                     rows.append(Row(segment.name, segment.name, "backward", op, axis, size, number, f"REDUCE: {why}"))
     if program.mesh.size > 1:
-        why = "NORM: loss, gradient norm and count to every rank, which all see if one of them is not finite"
+        why = "NORM: loss, gradient norm and count to every rank, which all see if one is not finite or a rank is to stop"
         rows.append(Row("step", "step", "backward", "all_reduce", "world", NORM_BYTES, 1, why))
     shared: dict[int, list[str]] = {}
     for segment in program.segments:

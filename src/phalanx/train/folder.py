@@ -51,6 +51,8 @@ REMEDIES = {
     errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
 }
 
+LAUNCHER = "launcher"
+"""The lock of who starts ranks here, and starts them again: between two starts nobody holds that of the run."""
 GLANCE_SECONDS = 0.25
 """How long a run tries to lock its folder: `phalanx runs` holds the lock for an instant to see whether anybody else does."""
 
@@ -95,12 +97,12 @@ class RunFolder:
         return self.logs / f"rank_{rank}.txt"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Be the one run that writes here. Raises ValueError naming the other one.
+    def lock(self, name: str = "lock") -> Iterator[None]:
+        """Be the one run that writes here, or the one launcher of it (`LAUNCHER`). Raises ValueError naming the other one.
 
         The kernel drops the lock when its holder ends, however it ends. lock.json beside it says who that is.
         """
-        holder, held = self.path / "lock.json", FileLock(self.path / "lock")
+        holder, held = self.path / f"{name}.json", FileLock(self.path / name)
         with told(self.path):
             try:
                 held.acquire(timeout=GLANCE_SECONDS, poll_interval=0.01)

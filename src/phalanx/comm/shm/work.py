@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -110,7 +111,9 @@ class Flight:
     def release(self) -> None:
         self.group.handles.release(self.op)
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ends():  # the interpreter, and with it all that is used here
+            return
         # Watched ones are alive, so nobody else looks at this one. If it is pending, watching it brings it to life again.
         if not self.settled and self.group.handles.test(self.op) == PENDING:
             self.dropped = True  # __del__ runs once in a life: the completer releases it
