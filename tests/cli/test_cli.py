@@ -16,7 +16,8 @@ from phalanx.cli.options import defaults
 from phalanx.cli.run import split_at_script
 from phalanx.cli.train import Options
 from phalanx.hardware import Profile
-from phalanx.train.config import OptimizerConfig, TrainConfig, dump
+from phalanx.train.config import OptimizerConfig, TrainConfig
+from phalanx.train.settings import dump
 
 
 def parsed(*args: str) -> TrainConfig:

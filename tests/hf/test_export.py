@@ -21,9 +21,10 @@ from phalanx.models.llama import Llama, LlamaConfig
 from phalanx.run.initialize import deferred_init
 from phalanx.train.assembly import parallel_step
 from phalanx.train.checkpoint import Checkpoints
-from phalanx.train.config import TrainConfig, dump
+from phalanx.train.config import TrainConfig
 from phalanx.train.models import build
 from phalanx.train.norms import rewrite_norms
+from phalanx.train.settings import dump
 
 transformers = pytest.importorskip("transformers")
 

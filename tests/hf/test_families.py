@@ -15,8 +15,9 @@ from phalanx.run.initialize import deferred_init
 from phalanx.spec import shard
 from phalanx.train.assembly import parallel_step
 from phalanx.train.checkpoint import Checkpoints
-from phalanx.train.config import TrainConfig, dump
+from phalanx.train.config import TrainConfig
 from phalanx.train.models import build
+from phalanx.train.settings import dump
 from phalanx.train.verify import verify
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.mesh import Mesh
-from phalanx.train.config import OptimizerConfig, TrainConfig, dump, load, parse_layout
+from phalanx.train.config import OptimizerConfig, TrainConfig, parse_layout
+from phalanx.train.settings import dump, load
 
 DIMENSIONS = ("batch", "seq", "heads", "kv_heads", "mlp", "embed", "vocab", "residual_seq")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.train import folder as folders
-from phalanx.train.config import OptimizerConfig, TrainConfig, load
+from phalanx.train.config import OptimizerConfig, TrainConfig
 from phalanx.train.environment import command_line, describe, revision, variables, without_password
 from phalanx.train.folder import (
     LineWriter,
@@ -28,6 +28,7 @@ from phalanx.train.folder import (
     run_folder,
     told,
 )
+from phalanx.train.settings import load
 
 SOURCE = Path(__file__).parents[2] / "src"
 

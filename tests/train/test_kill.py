@@ -26,9 +26,10 @@ from tests.train.dying_rank import Blow, write_plan
 
 from phalanx.comm.local import local
 from phalanx.train.checkpoint import Saved, find
-from phalanx.train.config import TrainConfig, load
+from phalanx.train.config import TrainConfig
 from phalanx.train.folder import RunFolder
 from phalanx.train.loop import train
+from phalanx.train.settings import load
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("dying_rank.py")

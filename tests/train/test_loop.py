@@ -18,9 +18,10 @@ from rich.console import Console
 
 from phalanx.comm.local import local
 from phalanx.mesh import Mesh
-from phalanx.train.config import OptimizerConfig, TrainConfig, load
+from phalanx.train.config import OptimizerConfig, TrainConfig
 from phalanx.train.folder import run_folder
 from phalanx.train.loop import train
+from phalanx.train.settings import load
 
 SOURCE = Path(__file__).parents[2] / "src"
 

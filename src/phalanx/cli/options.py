@@ -12,7 +12,8 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from phalanx.train.config import TrainConfig, load
+from phalanx.train.config import TrainConfig
+from phalanx.train.settings import load
 
 T = TypeVar("T")
 Config = TypeVar("Config", bound=TrainConfig)

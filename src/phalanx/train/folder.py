@@ -23,7 +23,8 @@ from typing import Any, Self
 import yaml
 from filelock import FileLock, Timeout
 
-from phalanx.train.config import TrainConfig, closest, dump
+from phalanx.train.config import TrainConfig, closest
+from phalanx.train.settings import dump
 
 EVENTS = {
     "start": "the run began, with no step done",

@@ -29,12 +29,13 @@ from phalanx.train.assembly import parallel_step
 from phalanx.train.batches import Batches
 from phalanx.train.beginning import Beginning, Progress, beginning, check_same_data, progress_of, said
 from phalanx.train.checkpoint import Checkpoints, Saved, find
-from phalanx.train.config import TrainConfig, dump
+from phalanx.train.config import TrainConfig
 from phalanx.train.environment import describe
 from phalanx.train.folder import RunFolder
 from phalanx.train.guard import GO, Guard
 from phalanx.train.metrics import Recorder, StepMetrics, tell, traffic_lines
 from phalanx.train.models import build
+from phalanx.train.settings import dump
 from phalanx.train.signals import Request, asked_to_stop
 from phalanx.train.sinks import sinks
 from phalanx.train.trace import tracing

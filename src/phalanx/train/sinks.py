@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from phalanx.train.config import TrainConfig, dump
+from phalanx.train.config import TrainConfig
 from phalanx.train.folder import replace_file
+from phalanx.train.settings import dump
 
 CHARTS = {
     "loss": "train/loss",

@@ -37,7 +37,8 @@ from phalanx.train.checkpoint.manifest import (
 from phalanx.train.checkpoint.part import part_of
 from phalanx.train.checkpoint.save import unused
 from phalanx.train.checkpoint.together import run_together
-from phalanx.train.config import TrainConfig, closest, from_text
+from phalanx.train.config import TrainConfig, closest
+from phalanx.train.settings import from_text
 
 
 class Saved:
