@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.train.launch import RankFailure, Stopped, launch
+from phalanx.train.launch import RankFailure, Stopped, launch, write_failure
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -296,3 +296,15 @@ sys.stdout.write("no end")
 
 def rank_python(script: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", script]
+
+
+def test_a_rank_that_is_ended_while_it_tells_its_failure_has_told_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a file would be an error of the launcher's own."""
+
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.train.launch.json.dump", cut)
+    with pytest.raises(KeyboardInterrupt):
+        write_failure(str(tmp_path / "error.json"), ValueError("wrong"), with_traceback=False, lost_a_peer=False)
+    assert not (tmp_path / "error.json").exists()

@@ -267,3 +267,11 @@ def test_checkpoints_by_themselves_have_the_settings_of_their_run(tmp_path: Path
     alone = (tmp_path / "run" / "checkpoints").rename(tmp_path / "alone")
     config = defaults(["--resume", str(alone)], TrainConfig())
     assert (config.model, config.mesh, config.batch, config.out) == ("mlp", "dp=2", BATCH, None)
+
+
+def test_resume_auto_has_the_settings_of_the_run_if_there_is_one(tmp_path: Path) -> None:
+    asked = ["--resume", "auto", "--out", str(tmp_path / "run")]
+    assert defaults(asked, TrainConfig()) == TrainConfig()
+    run(CONFIG, tmp_path / "run", steps=3)
+    config = defaults(asked, TrainConfig())
+    assert (config.model, config.mesh, config.steps, config.out) == ("mlp", "dp=2", 3, tmp_path / "run")

@@ -35,9 +35,14 @@ def defaults(args: list[str], otherwise: Config) -> Config:
                 f"{name} is empty, as a variable of the shell is that nobody has set: name a path, or leave it out"
             )
     resumed, file = _option(args, "--resume"), _option(args, "--config")
-    if resumed is None and file is not None:
-        resumed = load(Path(file), otherwise).resume
-    if resumed is not None and resumed not in ("auto", "None"):
+    out = _option(args, "--out")
+    if file is not None:
+        asked = load(Path(file), otherwise)
+        resumed, out = resumed or asked.resume, out or (None if asked.out is None else str(asked.out))
+    if resumed == "auto":
+        # A run in --out that can be gone on with is gone on with as by --resume RUN; else this line begins it.
+        resumed = out if out is not None and may_go_on(Path(out)) else None
+    if resumed is not None and resumed != "None":
         folder = run_of(Path(resumed))
         if folder is not None:
             before = found_from_here(load(folder / "config.yaml", otherwise), started_in(folder))
@@ -48,6 +53,18 @@ def defaults(args: list[str], otherwise: Config) -> Config:
                 before = importlib.import_module("phalanx.train.checkpoint.load").settings(resumed)
                 otherwise = dataclasses.replace(before, checkpoints=None, init_from=None, init_optimizer="fresh")
     return otherwise if file is None else load(Path(file), otherwise)
+
+
+def may_go_on(folder: Path) -> bool:
+    """Whether a folder has a run with a checkpoint."""
+    if not (folder / "config.yaml").is_file():
+        return False
+    elsewhere = load(folder / "config.yaml", TrainConfig()).checkpoints
+    try:
+        importlib.import_module("phalanx.train.checkpoint.load").find_resumed(str(folder), elsewhere)
+    except ValueError:
+        return False
+    return True
 
 
 def started_in(folder: Path) -> Path:

@@ -219,8 +219,11 @@ def write_failure(path: str, error: BaseException, *, with_traceback: bool, lost
     )
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), "time_ns": time.time_ns(), "lost_a_peer": lost_a_peer}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    with open(path, "w") as file:
+    # At once: the launcher may end this rank while it writes, and reads what there is.
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w") as file:
         json.dump({"message": message}, file)
+    os.replace(temporary, path)
 
 
 def _stopped(failures: Mapping[int, ProcessFailure], ranks: int, told: signal.Signals) -> RankFailure:
