@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
+from phalanx.cli.train import forget_unless_begun, tell_restart
 from phalanx.train.checkpoint import find
+from phalanx.train.config import TrainConfig
+from phalanx.train.folder import LAUNCHER, RunFolder
+from phalanx.train.launch import RankFailure
 
 MLP = ("train", "--model", "mlp", "--batch", "4")
 LLAMA = ("train", "--model", "llama-tiny", "--batch", "2", "--seq", "8")
@@ -140,10 +144,66 @@ def test_wrong_requests_are_refused_in_a_line_and_leave_nothing(here: Path, caps
         assert main(list(args)) == 2, args
         told = capsys.readouterr().err
         assert f"phalanx: {said}" in told, (args, told)
-    assert sorted(path.name for path in here.iterdir()) == ["a.txt", "folder", "latin.yaml", "runs"]
-    # The file of a lock is empty and may stay.
-    assert {path.name for path in here.joinpath("folder").iterdir()} - {"lock"} == {"config.yaml"}
-    assert list(here.joinpath("runs").iterdir()) == []
+    assert sorted(path.name for path in here.iterdir()) == ["a.txt", "folder", "latin.yaml"]
+    assert {path.name for path in here.joinpath("folder").iterdir()} == {"config.yaml"}
+
+
+def test_a_refused_run_leaves_what_it_has_not_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(config: TrainConfig, *made: str) -> list[str]:
+        """What stays after a start that has made these in its folder and was then refused."""
+        folder = RunFolder.create(config)
+        with folder.lock(LAUNCHER):
+            with folder.lock():
+                pass
+            for name in made:
+                path = folder.path / name
+                path.parent.mkdir(exist_ok=True)
+                path.touch()
+            forget_unless_begun(folder, config)
+        return sorted(str(path.relative_to(here)) for path in here.rglob("*") if path.is_file() or not any(path.iterdir()))
+
+    mine = TrainConfig(out=here / "deep" / "mine")
+    monkeypatch.chdir(here)
+    assert left(mine, "logs/rank_0.txt") == []
+    assert list(here.iterdir()) == []
+    assert left(TrainConfig(model="mlp"), "logs/rank_0.txt", "config.yaml") == []
+    # A file of somebody's, and logs of a start before this one.
+    (here / "deep" / "mine" / "logs").mkdir(parents=True)
+    (here / "deep" / "mine" / "notes").touch()
+    assert left(mine, "logs/rank_0.txt") == ["deep/mine/logs/rank_0.txt", "deep/mine/notes"]
+    # A run that had begun, or has only now.
+    stays = ["deep/mine/config.yaml", "deep/mine/launcher", "deep/mine/lock", "deep/mine/logs/rank_0.txt", "deep/mine/notes"]
+    assert left(mine, "config.yaml") == stays
+    assert left(mine) == stays
+    # Another run holds the lock of the folder by the time that this one is refused.
+    other = TrainConfig(out=here / "other")
+    folder = RunFolder.create(other)
+    with RunFolder(folder.path).lock():
+        forget_unless_begun(folder, other)
+        assert folder.is_locked
+
+
+def test_what_is_said_of_a_restart_and_of_steps_that_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MLP, "--steps", "6", "--out", "run", "--checkpoint-every", "1", "--keep", "0"]) == 0
+    folder = RunFolder(Path("run"))
+    tell_restart(RankFailure("rank 1 died\nat once", 1), 1, 3, folder)
+    event = json.loads(folder.events.read_text().splitlines()[-1])
+    assert (event["kind"], event["step"], event["why"]) == ("restart", 6, "rank 1 died")
+    for step, said in ((5, "; step 6 of"), (4, "; steps 5 and 6 of"), (1, "; steps 2 to 5 of")):
+        (address,) = Path("run", "checkpoints").glob(f"step-{step:08}-*")
+        capsys.readouterr()
+        assert main(["train", "--resume", str(address), "--steps", str(step + 1)]) == 0
+        told = capsys.readouterr().out
+        assert f"{said} metrics.jsonl" in told, told
+        assert steps("run") == list(range(1, step + 2))
+    assert main(["train", "--resume", "run", "--steps", "3"]) == 0
+    assert "metrics.jsonl" not in capsys.readouterr().out
+
+
+def test_a_run_that_kept_nothing_cannot_be_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MLP, "--steps", "1", "--out", "nock", "--checkpoint-every", "0"]) == 0
+    assert main(["train", "--resume", "nock", "--steps", "2"]) == 2
+    assert "phalanx: nock has no checkpoint: its run had checkpoint_every 0" in capsys.readouterr().err
 
 
 def test_optimizer_state_is_not_kept_from_where_there_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

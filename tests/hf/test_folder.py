@@ -206,7 +206,10 @@ def test_configurations_of_something_else(changes: dict[str, Any], said: str, tm
 def test_folders_that_are_none(tmp_path: Path) -> None:
     """Told by the name alone, before transformers is imported or any rank starts."""
     for path, said in [
-        (tmp_path / "nowhere", "nowhere does not exist; hf: takes a local folder"),
+        (
+            tmp_path / "nowhere",
+            "nowhere does not exist; hf: takes a local folder .*; if it has moved, say where with --model hf:FOLDER",
+        ),
         (Path("meta-llama/Llama-3.2-1B"), "hf download meta-llama/Llama-3.2-1B --local-dir"),
         (tmp_path, "has no config.json"),
     ]:

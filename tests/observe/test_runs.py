@@ -183,13 +183,21 @@ def test_runs_are_found_below_a_folder(here: Path) -> None:
     (here / "runs" / ".hidden").mkdir()
     runs = {run.name: run.problems for run in find_runs([Path("runs")])}
     assert list(runs) == ["a", "empty", "sweep/lr1", "sweep/lr2"]
-    assert runs["empty"] == ("no run folder: it has none of config.yaml, metrics.jsonl, events.jsonl",)
+    assert runs["empty"] == ("no run folder: it has none of config.yaml, metrics.jsonl, events.jsonl, lock, launcher",)
     assert [run.name for run in find_runs([Path("runs/sweep"), Path("runs/a"), Path("runs/sweep/lr1")])] == [
         "lr1",
         "lr2",
         "runs/a",
     ]
     assert [run.path for run in named_runs(["sweep/lr2", "runs/a"], [Path("runs")])] == [Path("runs/sweep/lr2"), Path("runs/a")]
+
+
+@pytest.mark.parametrize("mark", ["lock", "launcher"])
+def test_a_run_that_has_written_nothing_yet_is_one(mark: str, here: Path) -> None:
+    (here / "runs" / "begun" / "logs").mkdir(parents=True)
+    (here / "runs" / "begun" / mark).touch()
+    assert [run.name for run in find_runs([Path("runs")])] == ["begun"]
+    assert [(run.name, run.state) for run in find_runs([Path("runs/begun")])] == [("runs/begun", "unknown")]
 
 
 def test_a_name_with_a_typo(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +219,10 @@ def test_a_name_with_a_typo(here: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert main(["runs", *args]) == 2
         assert capsys.readouterr().err.startswith(f"phalanx: {said}")
     shutil.rmtree(here / "runs")
+    (here / "runs").mkdir()
+    assert main(["runs"]) == 2
+    assert "there are no runs in runs/" in capsys.readouterr().err
+    (here / "runs").rmdir()
     assert main(["runs"]) == 2
     assert "there is no folder runs/ here" in capsys.readouterr().err
 

@@ -84,7 +84,9 @@ def test_a_weight_is_what_follows_the_last_equals_sign(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (("missing",), r"cannot read the text in \S*missing"),
+        (("missing",), r"cannot read the text in \S*missing: .*; if it has moved, say where with --data"),
+        (("x.parquet=1",), r"x\.parquet is not text: pack it first, phalanx data pack \S*x\.parquet --out FOLDER"),
+        (("x.jsonl",), r"x\.jsonl is not text: pack it first, phalanx data pack \S*x\.jsonl --out FOLDER"),
         (("none",), r"none is no file and holds no text: no file in it ends in \.txt"),
         (("void.txt",), r"void\.txt is empty"),
         (("real.npy",), r"real\.npy holds float64 of shape \(3,\)"),
@@ -105,7 +107,8 @@ def test_a_weight_is_what_follows_the_last_equals_sign(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_named(data: tuple[str, ...], told: str, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
-    (tmp_path / "void.txt").touch()
+    for name in ("void.txt", "x.parquet", "x.jsonl"):
+        (tmp_path / name).touch()
     np.save(tmp_path / "real.npy", np.ones(3))
     np.save(tmp_path / "t.npy", np.ones(3, np.uint8))
     (tmp_path / "bad.npy").write_text("no array")

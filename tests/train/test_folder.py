@@ -48,6 +48,19 @@ def test_folders_are_named_for_model_and_mesh_and_not_used_twice(tmp_path: Path,
     assert run_folder(mine) == run_folder(mine) == Path("deep/mine")
 
 
+def test_what_a_folder_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = (RunFolder.create(TrainConfig(model="mlp")) for _ in range(2))
+    assert (first.made, second.made) == ((Path("runs/mlp"), Path("runs")), (Path("runs/mlp.2"),))
+    deep = TrainConfig(out=Path("deep/mine"))
+    assert RunFolder.create(deep).made == (Path("deep/mine"), Path("deep"))
+    Path("deep/mine/notes").touch()
+    again = RunFolder.create(deep)
+    assert (again.made, again.before) == ((), {"notes"})
+    with pytest.raises(ValueError, match="the name is too long: choose a shorter one"):
+        RunFolder.create(TrainConfig(out=Path("x" * 300)))
+
+
 def test_places_in_the_folder(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert run.checkpoints == f"{tmp_path}/checkpoints"

@@ -69,6 +69,8 @@ def main(args: list[str]) -> int:
     if not options.folders and not options.compare and not places[0].is_dir():
         raise ValueError("there is no folder runs/ here: `phalanx train` makes one, or name another")
     runs = named_runs(options.compare, places) if options.compare else find_runs(places)
+    if not runs and not options.json:
+        raise ValueError(f"there are no runs in {', '.join(f'{place}/' for place in places)}")
     if not options.compare:
         runs.sort(key=SORTS[options.sort or "name"])
     show(runs, options)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,7 +122,7 @@ def tell_restart(failure: RankFailure, attempt: int, restarts: int, folder: RunF
     print(f"phalanx: {failure}", file=sys.stderr)
     again = f"starting the ranks again, from the newest good checkpoint (restart {attempt} of {restarts})"
     print(f"phalanx: {again}", file=sys.stderr, flush=True)
-    folder.event("restart", 0, why=str(failure).splitlines()[0], attempt=attempt)
+    folder.event("restart", folder.steps(), why=str(failure).splitlines()[0], attempt=attempt)
 
 
 def check_files(config: TrainConfig) -> None:
@@ -179,9 +180,22 @@ def join(config: TrainConfig, *, is_first: bool) -> int:
 
 
 def forget_unless_begun(folder: RunFolder, config: TrainConfig) -> None:
-    """Remove the folder that was made for a run which was refused before its first step."""
-    if config.out is None and not folder.metrics.exists():
-        shutil.rmtree(folder.path, ignore_errors=True)
+    """Remove what was made for a run which was refused before its first step: the folder, or what a start leaves in that of --out."""
+    ours = {each.name for each in folder.path.glob("*")} - folder.before
+    if folder.metrics.exists() or (config.out is not None and (folder.is_locked or ours - LEFT)):
+        return
+    with suppress(OSError):  # the first that cannot go, or holds anything else, stays, and so do those around it
+        for path in (folder.path / name for name in ours):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for made in folder.made:
+            made.rmdir()
+
+
+LEFT = {"lock", "lock.json", "launcher", "launcher.json", "logs"}
+"""What a start makes in a run folder before the run itself writes there."""
 
 
 WATCHED: dict[bool | None, tuple[str, ...]] = {None: ("gloo",), True: ("gloo", "nccl", "shm"), False: ()}

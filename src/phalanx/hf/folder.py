@@ -161,7 +161,8 @@ def check_folder(folder: Path) -> dict[str, Stored]:
         what = "is a file" if folder.exists() else "does not exist"
         could_be_of_the_hub = not folder.exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(folder), re.ASCII) is not None
         hub = f". If it is a model of the hub, fetch it first: hf download {folder} --local-dir FOLDER" * could_be_of_the_hub
-        raise ValueError(f"{folder} {what}; hf: takes a local folder with config.json and safetensors{hub}")
+        moved = "; if it has moved, say where with --model hf:FOLDER" * (not folder.exists())
+        raise ValueError(f"{folder} {what}; hf: takes a local folder with config.json and safetensors{hub}{moved}")
     _raw_config(folder)
     return weights(folder)
 

@@ -16,12 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.train.folder import RunFolder, is_count, read_lines, read_settings
+from phalanx.train.folder import LAUNCHER, RunFolder, is_count, read_lines, read_settings
 
 State = Literal["running", "finished", "interrupted", "unknown"]
 
-MARKS = ("config.yaml", "metrics.jsonl", "events.jsonl")
-"""A folder with one of these is a run."""
+MARKS = ("config.yaml", "metrics.jsonl", "events.jsonl", "lock", LAUNCHER)
+"""A folder with one of these is a run, though it may have written nothing yet."""
 DEPTH = 3
 """Levels of folders that are looked through for runs."""
 SHOWN_STEPS = 8

@@ -81,7 +81,8 @@ class Batches:
             if asked > samples:
                 raise ValueError(
                     f"held_out is {config.held_out} batches of {self.size}, but the text that is kept from training has {samples} samples "
-                    f"of {self._seq} tokens: at most {samples // self.size} batches"
+                    f"of {self._seq} tokens: at most {samples // self.size} batches; "
+                    "lower --batch or --seq, or give more text"
                 )
         slots = training.blend.slots
         self.source = _described(training)

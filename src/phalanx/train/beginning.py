@@ -180,7 +180,8 @@ def check_settings(config: TrainConfig, address: str, manifest: Manifest) -> Non
             )
     if manifest.step >= config.steps:
         raise ValueError(
-            f"the run has taken all its {manifest.step} steps; ask for more with --steps, or train on other data with --init-from"
+            f"the run has taken all its {manifest.step} steps; ask for more with --steps, which is the total from its beginning, "
+            "or train on other data with --init-from"
         )
 
 

@@ -86,7 +86,7 @@ class TrainConfig:
     """Without it a rank updates and starts its next step before all ranks have ended this one; an update that turns out to be wrong
     (clipped, not finite) is made again and the next step runs twice. The same numbers, and one more copy of what a rank updates."""
     steps: int = 200
-    """Optimizer steps."""
+    """Optimizer steps in all, those before --resume included."""
     batch: int | None = None
     """Sequences in one step over all ranks; the model's own default if left out."""
     seq: int | None = None
@@ -101,7 +101,7 @@ class TrainConfig:
     """Dropout probability, for models that have it."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: tuple[str, ...] = ()
-    """What to learn from: text files or folders of them (read as bytes), or token files of `phalanx data pack`. Several are blended by
+    """What to learn from: text files or folders of them (read as bytes), or token folders of `phalanx data pack`. Several are blended by
     weight, as in --data wiki=0.7 code=0.3. Left out: the Python standard library's own sources."""
     mask_documents: bool = False
     """Let no token attend to another document packed into the same sequence, nor predict the first token of the next one."""
@@ -142,7 +142,8 @@ class TrainConfig:
     """A step to record, counted from 1: when every action of every rank began and ended, on one clock, into trace.json of the run
     folder, which `phalanx schedule --run` shows. Left out: none."""
     out: Path | None = None
-    """Run folder: config.yaml and metrics.jsonl, which replace older ones there. Left out: a new folder under runs/."""
+    """Run folder: config.yaml and metrics.jsonl, which replace older ones there unless --resume goes on with them. Left out: a new folder
+    under runs/."""
     watch: bool | None = None
     """Write what every rank calls into the folder flight of the run folder, and say why when the run hangs. Left out: over Gloo only.
     Shared memory checks its calls itself; over NCCL a watch must be asked for until it has run on a GPU."""

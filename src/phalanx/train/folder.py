@@ -60,13 +60,24 @@ GLANCE_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A folder that exists. Only the process that holds its lock may write it."""
+    """A folder that exists. Only the process that holds its lock may write it.
+
+    made    folders that `create` had to make for it, the innermost first
+    before  what was in it by then
+    """
 
     path: Path
+    made: tuple[Path, ...] = ()
+    before: frozenset[str] = frozenset()
 
     @classmethod
     def create(cls, config: TrainConfig) -> Self:
-        return cls(run_folder(config))
+        wanted = Path("runs/_") if config.out is None else config.out
+        with told(wanted):
+            missing = [folder for folder in wanted.parents if not folder.exists()]
+            is_new = config.out is None or not config.out.exists()
+        path = run_folder(config)
+        return cls(path, (path, *missing) if is_new else (), frozenset(each.name for each in path.glob("*")))
 
     @property
     def config(self) -> Path:

@@ -307,11 +307,12 @@ class _Run:
         )
         if start.kind == "resume":
             assert saved is not None
+            taken = folder.steps()
             folder.rewind(saved.step, why="the run goes on from there")
             settings = {name: list(values) for name, values in changed.items()}
             self._event("resume", saved.step, checkpoint=saved.address, changed=settings)
             what = "".join(f", {name} {_said(was)} → {_said(now)}" for name, (was, now) in changed.items())
-            self.tell(f"going on after step {saved.step} of {saved.address}{what}")
+            self.tell(f"going on after step {saved.step} of {saved.address}{what}{_dropped(saved.step + 1, taken)}")
         else:
             weights = start.addresses[0] if saved is None and start.kind == "hf" else None if saved is None else saved.address
             self._event("start", 0, **({} if weights is None else {"weights": weights}))
@@ -347,6 +348,13 @@ class _Run:
 
 def _said(value: Any) -> str:
     return "none" if value in (None, "", []) else str(value)
+
+
+def _dropped(first: int, last: int) -> str:
+    """What metrics.jsonl no longer tells of, as the end of a sentence."""
+    if last <= first:
+        return f"; step {last} of metrics.jsonl is dropped" if last == first else ""
+    return f"; steps {first} {'and' if last == first + 1 else 'to'} {last} of metrics.jsonl are dropped"
 
 
 def metrics(number: int, out: Out, seconds: float) -> StepMetrics:

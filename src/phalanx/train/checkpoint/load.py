@@ -11,6 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ from phalanx.train.checkpoint.part import part_of
 from phalanx.train.checkpoint.save import unused
 from phalanx.train.checkpoint.together import run_together
 from phalanx.train.config import TrainConfig, closest
+from phalanx.train.folder import read_settings
 from phalanx.train.settings import from_text
 
 
@@ -333,6 +335,8 @@ def find(address: str) -> tuple[list[str], str]:
         why = "none is in it" if place.exists() else "there is no such folder"
         if place.exists() and not place.is_folder():
             why = "it is a file"
+        if read_settings(Path(address) / "config.yaml").values.get("checkpoint_every") == 0:
+            why = "its run had checkpoint_every 0"
         if any(map(FOLDER.match, root.folders())):
             why = "it has only half-written ones"
         if foreign := [name for name, manifest in complete(root) if is_among(manifest, others)]:

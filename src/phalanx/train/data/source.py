@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
 from phalanx.train.data.folder import Folder, Starts, Tokens, Writer, is_folder, mapped, read_folder
-from phalanx.train.data.read import JSONL, TEXT, files_below
+from phalanx.train.data.read import JSONL, PARQUET, TEXT, files_below
 from phalanx.train.data.tokenizer import BYTES_EOS
 
 SAMPLED_PAGES, PAGE = 64, 4096
@@ -65,8 +66,8 @@ def open_sources(data: Sequence[str], cache: Path | None = None) -> tuple[Source
     """What each `PATH` or `PATH=WEIGHT` names; without any, the sources of the running Python's standard library.
 
     A path is a token folder, a .npy file of tokens, a text file or a folder of them. Text is read as bytes and cached in `cache`
-    (the system's temporary folder if left out). Raises ValueError, with the path, for what cannot be read, weights for some sources
-    only, and tokenizers that differ.
+    (the system's temporary folder if left out). Raises ValueError, with the path, for what cannot be read or is to be packed first,
+    weights for some sources only, and tokenizers that differ.
     """
     if not data:
         return (_folder_source(STANDARD_LIBRARY, byte_folder(None, cache), None),)
@@ -120,7 +121,8 @@ def byte_folder(source: Path | None = None, cache: Path | None = None) -> Folder
                         writer.write(ended, np.array([len(ended)]), len(data))
                 writer.finish()
     except OSError as error:
-        raise ValueError(f"cannot read the text in {root}: {error}") from error
+        moved = "; if it has moved, say where with --data" if isinstance(error, FileNotFoundError) else ""
+        raise ValueError(f"cannot read the text in {root}: {error}{moved}") from error
     return read_folder(path)
 
 
@@ -142,6 +144,8 @@ def _open(path: Path, weight: float | None, cache: Path | None) -> Source:
     name = str(path)
     if is_folder(path):
         return _folder_source(name, read_folder(path), weight)
+    if path.suffix in (*JSONL, *PARQUET) and path.is_file():
+        raise ValueError(f"{path} is not text: pack it first, phalanx data pack {quote(name)} --out FOLDER")
     if path.suffix == ".npy":
         tokens = mapped(path)
         return Source(name, tokens, None, None, None, _sampled_digest(tokens), weight)

@@ -16,7 +16,7 @@ class Slurm(Recipe):
     time: str = "24:00:00"
     """Limit of one allocation, as sbatch takes it: minutes, hours:minutes:seconds, or days-hours. The run takes as many as it needs."""
     seconds: int = 180
-    """Before the limit, when the ranks are told to write a checkpoint and end."""
+    """Seconds before the limit at which the ranks are told to stop: to write a checkpoint and end. Slurm may be a minute early."""
     restarts: int = 3
     """Times that the ranks are started anew in one allocation after one of them has died."""
     partition: str | None = None
