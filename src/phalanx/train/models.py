@@ -159,25 +159,18 @@ def _hugging_face(family: str, name: str, dtype: torch.dtype, dropout: float) ->
     if dropout:
         raise ValueError(f"--dropout {dropout}: {name} is a fixed configuration without dropout")
     config = tiny.config(family)
-    example = partial(token_batch, "input_ids", config.vocab_size)
-    factory = partial(tiny.build, family, dtype)
-    return Model(
-        name=name,
-        factory=factory,
-        names=_names(factory, example),
-        loss=token_loss,
-        example=example,
-        batch=8,
-        seq=32,
-        tokens="input_ids",
-        positions="position_ids",
-    )
+    return _causal(name, partial(tiny.build, family, dtype), config.vocab_size, seq=32)
 
 
 def _hugging_face_folder(path: str, name: str, dtype: torch.dtype, dropout: float) -> Model:
     folder = Folder(path, dropout=dropout)
-    example = partial(token_batch, "input_ids", folder.config.vocab_size)
-    factory = partial(folder.module, dtype)
+    seq = min(1024, getattr(folder.config, "max_position_embeddings", 1024))
+    return _causal(name, partial(folder.module, dtype), folder.config.vocab_size, seq, folder.values)
+
+
+def _causal(name: str, factory: Factory, vocab: int, seq: int, values: Values | None = None) -> Model:
+    """A causal language model of transformers."""
+    example = partial(token_batch, "input_ids", vocab)
     return Model(
         name=name,
         factory=factory,
@@ -185,10 +178,10 @@ def _hugging_face_folder(path: str, name: str, dtype: torch.dtype, dropout: floa
         loss=token_loss,
         example=example,
         batch=8,
-        seq=min(1024, getattr(folder.config, "max_position_embeddings", 1024)),
+        seq=seq,
         tokens="input_ids",
         positions="position_ids",
-        values=folder.values,
+        values=values,
     )
 
 

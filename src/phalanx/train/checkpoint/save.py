@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,12 +40,11 @@ from phalanx.train.checkpoint.manifest import (
 )
 from phalanx.train.checkpoint.part import dcp_writer, metadata_of, part_name, strips, write_part
 from phalanx.train.checkpoint.together import raise_together, run_together, wait_together
+from phalanx.train.environment import versions
 
 POLL_SECONDS = 0.02
 SEEN_SECONDS = 10
 """In which a file that one host has written is there for the others."""
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -71,8 +69,6 @@ class Saving:
     is_complete: bool = False
     error: BaseException | None = None
     thread: threading.Thread | None = None
-    seconds: float = 0.0
-    """From the call to the end of what this process does for it."""
 
 
 class TakenOver(ValueError):
@@ -205,9 +201,8 @@ class Checkpoints:
             now.written.set()
             if self.is_first:
                 self._commit(place, now)
-                now.seconds = time.perf_counter() - began
                 if self._told is not None and not now.given_up.is_set():
-                    self._told(now.step, now.name, now.seconds)
+                    self._told(now.step, now.name, time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - raised by `wait` or `poll`, in the thread that can do something about it
             now.error = self._cause(error)
         finally:
@@ -384,10 +379,6 @@ def numbers_of(executor: Executor) -> dict[str, float]:
 def _alike(copies: Sequence[Sequence[Tensor]], views: Sequence[Sequence[Tensor]]) -> bool:
     """Whether copies fit: some optimizers keep nothing before their first update."""
     return [[(x.shape, x.dtype) for x in row] for row in copies] == [[(x.shape, x.dtype) for x in row] for row in views]
-
-
-def versions() -> dict[str, str]:
-    return {"phalanx": version("phalanx"), "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 @contextmanager
